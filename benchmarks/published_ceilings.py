@@ -17,7 +17,7 @@ MOST_GPUS = 64
 
 def mfu_of(run: Run, step_ms: float) -> float:
     """MFU as publications count it, of a step of the run's model and batch on its GPUs, of the peak in bfloat16."""
-    peak = 1e9 * run.gpus * find_device(run.study.data["device"]).bf16_tflops
+    peak = 1e9 * run.gpus * find_device(run.device.name).bf16_tflops
     return published_flops(run) / peak / step_ms
 
 
@@ -38,7 +38,7 @@ def best_plans(run: Run) -> dict[str, dict[str, Any]]:
         has. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
         counted that the study's engine has and this one has not.
     """
-    ours = analytic_costs(published_model(run.study.key, run.model), run.study.device, 2, OURS)
+    ours = analytic_costs(published_model(run.study.key, run.model, run.lora), run.device, 2, OURS)
     if run.gpus <= MOST_GPUS:
         stages = (0, 1) if run.study.has_sharded_optimizer else (0,)
         stages += (3,) if run.study.has_sharded_optimizer and run.study.is_fsdp else ()
@@ -61,7 +61,7 @@ def best_plans(run: Run) -> dict[str, dict[str, Any]]:
 
 def _searched(run: Run, costs: CostModel, zero_stages: tuple[int, ...]) -> tuple[float, str]:
     """The step of the fastest in ms, and its sizes in words."""
-    limit = usable_bytes(run.study.device)
+    limit = usable_bytes(run.device)
     sizes = sizes_of(run, run.batch)
     problem = PlanningProblem(costs, sizes, run.gpus, run.batch, memory_bytes=limit, zero_stages=zero_stages)
     best = search_plans(problem).best
@@ -70,7 +70,7 @@ def _searched(run: Run, costs: CostModel, zero_stages: tuple[int, ...]) -> tuple
 
 def _of_its_sizes(run: Run, costs: CostModel) -> tuple[float, str]:
     """The same of the plan with the run's own sizes, recomputed where only that fits or it is faster."""
-    limit = usable_bytes(run.study.device)
+    limit = usable_bytes(run.device)
     found = {again: planned(run, costs, again) for again in (False, True)}
     fitting = {again: own.step_ms for again, own in found.items() if limit is None or own.peak_memory_bytes <= limit}
     if not fitting:

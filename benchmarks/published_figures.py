@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from figures import percent, result, table
 
@@ -10,10 +11,27 @@ CHECKED = {"original": "original", "copy": "a copy", "unread": "nothing"}
 """What the figures of a study were compared with -> how the table says so."""
 
 
+def studies(unseen: bool) -> list[dict[str, Any]]:
+    """Records of the studies that were known when constants were fitted, or of those that were not."""
+    return [own for own in result("published_runs")["studies"].values() if own["unseen"] == unseen]
+
+
+def unseen_runs() -> str:
+    """Prediction errors of runs that nobody had looked at, device by device."""
+    rows = []
+    for device, own in result("published_runs")["unseen"].items():
+        errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
+        memory = "-"
+        if "median_memory_error" in own:
+            memory = f"{percent(own['median_memory_error'])} / {percent(own['largest_memory_error'])} %"
+        rows.append(f"| {device} | {own['num_judged']} | {own['rank_correlation']:.2f} | {errors} | {memory} |")
+    return table("| device | runs | rank correlation | step: median / largest error | peak memory |", rows)
+
+
 def published_runs() -> str:
     """Prediction errors, study by study."""
     rows = []
-    for own in result("published_runs")["studies"].values():
+    for own in studies(unseen=False):
         counts = f"{len(own['runs'])} / {own['num_judged']}"
         ranks = f"{own['rank_correlation']:.2f} / {own['rank_correlation_mfu']:.2f}"
         errors = f"{percent(own['median_error'])} / {percent(own['largest_error'])} %"
@@ -27,9 +45,8 @@ def published_runs() -> str:
 
 def _ceiling_quotes() -> Iterator[str]:
     """Published MFU that plans reach."""
-    studies = result("published_runs")["studies"].values()
     ratios = {
-        kind: sorted(own["best_plans"][kind]["mfu"] / own["best_mfu"] for own in studies)
+        kind: sorted(own["best_plans"][kind]["mfu"] / own["best_mfu"] for own in studies(unseen=False))
         for kind in ("own_engine", "ours")
     }
     least = ratios["own_engine"]
@@ -49,8 +66,8 @@ def quotes_of_planner() -> Iterator[str]:
     """Sentences about all studies together."""
     found = result("published_runs")
     median, largest = (percent(found[key]) for key in ("median_error", "largest_error"))
-    studies = found["studies"].values()
-    judged = {kind: sum(own["num_judged"] for own in studies if own["checked"] == kind) for kind in CHECKED}
+    seen = studies(unseen=False)
+    judged = {kind: sum(own["num_judged"] for own in seen if own["checked"] == kind) for kind in CHECKED}
     yield (
         f"Of the {found['num_judged']} judged runs {judged['original']} were compared with the original, "
         f"{judged['copy']} with copies of it, and {judged['unread']} with neither."
@@ -64,5 +81,5 @@ def quotes_of_planner() -> Iterator[str]:
     yield f"Over the {found['num_judged']} judged runs the median error is {median} %, the largest {largest} %."
 
 
-BLOCKS = {"published_runs": published_runs}
+BLOCKS = {"published_runs": published_runs, "unseen_runs": unseen_runs}
 QUOTES = {"docs/planner.md": quotes_of_planner}

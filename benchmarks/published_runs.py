@@ -1,6 +1,8 @@
 """
 Predicted against published step times of the runs in `benchmarks/published`, study by study: rank correlation over all
-runs, errors of those that fitted no constant, and whether a plan reaches the best MFU of each study.
+runs, errors of those that fitted no constant, and whether a plan reaches the best MFU of each study. Studies that are
+`unseen` came after everything was fitted and assumed, and are summed up by themselves, device by device, with their
+peak memory where it is published.
 
 ```bash
 python benchmarks/published_runs.py
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from typing import Any
 import torch
 from common import ROOT, Shapes, machine, report
 from published_ceilings import best_plans, best_run, mfu_of
-from published_study import Run, Study, predicted_ms, studies
+from published_study import Run, Study, predicted_gib, predicted_ms, studies
 from rich.table import Table
 from scipy.stats import spearmanr
 
@@ -29,8 +32,12 @@ QUICK_TASKS = 3000
 def run_record(run: Run) -> dict[str, Any]:
     """A run with its prediction."""
     predicted = predicted_ms(run)
+    memory = {}
+    if run.judges_memory:
+        memory = {"measured_gib": run.peak_gib, "predicted_gib": round(predicted_gib(run), 1)}
     return {
         "name": run.name,
+        "device": run.device.name,
         "dtype": run.dtype,
         "use": "fit" if run.is_fitted else "judge",
         "measured_ms": round(run.step_ms, 1),
@@ -38,6 +45,7 @@ def run_record(run: Run) -> dict[str, Any]:
         "ratio": round(predicted / run.step_ms, 3),
         "measured_mfu": round(mfu_of(run, run.step_ms), 4),
         "predicted_mfu": round(mfu_of(run, predicted), 4),
+        **memory,
     }
 
 
@@ -60,6 +68,23 @@ def how_far_off(runs: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def memory_error(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Errors of predicted peaks, of runs that publish theirs."""
+    errors = [abs(run["predicted_gib"] / run["measured_gib"] - 1) for run in runs if "measured_gib" in run]
+    if not errors:
+        return {}
+    return {"median_memory_error": round(statistics.median(errors), 3), "largest_memory_error": round(max(errors), 3)}
+
+
+def unseen_record(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Errors of the runs that nobody had looked at, by device and over all."""
+    runs = [run for own in records if own["unseen"] for run in own["runs"]]
+    by_device = {"all": runs}
+    for run in runs:
+        by_device.setdefault(run["device"], []).append(run)
+    return {device: {**how_far_off(own), **memory_error(own)} for device, own in by_device.items()}
+
+
 def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
     """Prediction errors of a study, with and without the assumptions that are specific to it."""
     own = [run for run in runs if run["dtype"] != "float8"]
@@ -67,6 +92,7 @@ def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str,
         "study": study.data["study"],
         "source": study.data["source"],
         "checked": study.data["checked"],
+        "unseen": study.is_unseen,
         "runs": runs,
         **how_far_off(runs),
         **({"without_assumptions": how_far_off(plain)} if plain else {}),
@@ -89,7 +115,9 @@ def main() -> None:
         runs = [run for run in study.runs if not options.quick or run.num_tasks <= QUICK_TASKS]
         plain = [replace(run, study=study.without_assumptions) for run in runs if study.data.get("assumed")]
         records[study.key] = study_record(study, list(map(run_record, runs)), list(map(run_record, plain)))
-    judged = [abs(run["ratio"] - 1) for own in records.values() for run in own["runs"] if run["use"] == "judge"]
+    seen = [own for own in records.values() if not own["unseen"]]
+    judged = [abs(run["ratio"] - 1) for own in seen for run in own["runs"] if run["use"] == "judge"]
+    unseen = unseen_record(records.values())
     table = Table(title="predicted over published step times", title_justify="left")
     for name in (
         "study",
@@ -109,15 +137,23 @@ def main() -> None:
         shares += [f"{own['best_plans'][kind]['mfu']:.1%}" for kind in ("own_engine", "ours")]
         counts = (str(len(own["runs"])), str(own["num_judged"]), f"{own['rank_correlation']:.2f}")
         table.add_row(own["study"], *counts, *shares)
+    others = Table(title="runs that nobody had looked at", title_justify="left")
+    for name in ("device", "runs", "rank correlation", "median error", "largest", "memory: median error", "largest"):
+        others.add_column(name, justify="left" if name == "device" else "right")
+    for device, own in unseen.items():
+        shares = [own.get(f"{which}_error") for which in ("median", "largest", "median_memory", "largest_memory")]
+        cells = ["-" if share is None else f"{share:.1%}" for share in shares]
+        others.add_row(device, str(own["num_judged"]), f"{own['rank_correlation']:.2f}", *cells)
     note = f"{len(judged)} judged runs: median {statistics.median(judged):.1%}, largest {max(judged):.1%}"
     result = {
         **machine(Shapes(), load),
         "median_error": round(statistics.median(judged), 3),
         "largest_error": round(max(judged), 3),
         "num_judged": len(judged),
+        "unseen": unseen,
         "studies": records,
     }
-    report("published_runs", [table], [note], result, options.out)
+    report("published_runs", [table, others], [note], result, options.out)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,25 @@ class Run:
         return self.values.get("use", "judge") == "fit" or self.model in self.study.data.get("fit_models", ())
 
     @property
+    def device(self) -> Hardware:
+        """The device, with what differs from its table in this study."""
+        found = find_device(self.values.get("device", self.study.data["device"]))
+        return replace(found, **self.study.data.get("device_changes", {}))
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model with the attention of the study's engine, and sequence parallelism where that has it."""
+        return model_spec(self.study.key, self.model, self.lora)
+
+    @property
+    def judges_memory(self) -> bool:
+        """Whether its peak is published, with all on the device and logits in parts, as hf_mmparallel has them."""
+        return "peak_gib" in self.values and self.lora and not self.offload
+
+    @property
     def is_sharded(self) -> bool:
-        """Whether it has data parallelism alone, with sharded parameters."""
-        return bool(self.study.has_sharded_optimizer and self.study.is_fsdp and self.tp * self.pp * self.cp == 1)
+        """Whether its parameters are sharded: FSDP without pipeline stages."""
+        return bool(self.study.has_sharded_optimizer and self.study.is_fsdp and self.pp == 1)
 
     @property
     def dp_size(self) -> int:
@@ -92,6 +108,8 @@ class Run:
         words = [self.model, f"{self.gpus} GPUs", sizes, f"microbatch {self.microbatch}", f"sequence {self.seq_len}"]
         words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
         words += ["compiled"] if self.values.get("fused") else []
+        words += ["LoRA"] if self.lora else []
+        words += [self.device.name] if "device" in self.values else []
         words += [self.dtype] if self.dtype == "float8" else []
         return ", ".join(filter(None, words))
 
@@ -122,10 +140,6 @@ class Study:
         return self.data["engine"].get("sharded_optimizer", False)
 
     @property
-    def device(self) -> Hardware:
-        return replace(find_device(self.data["device"]), **self.data.get("device_changes", {}))
-
-    @property
     def without_assumptions(self) -> Study:
         """The same runs without what was set by hand to them (`assumed`): launches and links as of any other study."""
         assumed = set(self.data.get("assumed", ()))
@@ -134,12 +148,25 @@ class Study:
         return replace(self, data={**self.data, **kept})
 
     @property
+    def is_unseen(self) -> bool:
+        """Whether its runs came after all constants and assumptions."""
+        return self.data.get("unseen", False)
+
+    @property
     def is_fsdp(self) -> bool:
         return self.key != "nanotron_1b"
 
     @property
     def runs(self) -> list[Run]:
-        defaults = {"tp": 1, "pp": 1, "cp": 1, "dp": 0, "recompute": "none", **self.data.get("defaults", {})}
+        defaults = {
+            "tp": 1,
+            "pp": 1,
+            "cp": 1,
+            "dp": 0,
+            "recompute": "none",
+            "lora": False,
+            **self.data.get("defaults", {}),
+        }
         rows = (dict(zip(self.data["columns"], row, strict=True)) for row in self.data["runs"])
         return [Run(self, {**defaults, **row}) for row in rows]
 
@@ -151,9 +178,10 @@ def studies() -> tuple[Study, ...]:
 
 
 @cache
-def published_model(study_key: str, model: str) -> ModelSpec:
+def published_model(study_key: str, model: str, lora: bool = False) -> ModelSpec:
     """A model of a study in bfloat16, with what of it is frozen, and the attention function that it has by default."""
     import torch
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig
 
     study = next(own for own in studies() if own.key == study_key)
@@ -166,7 +194,11 @@ def published_model(study_key: str, model: str) -> ModelSpec:
             "num_key_value_heads": heads,
             "sliding_window": None,
         }
-    spec = build_model_spec(build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16))
+    whole: Any = build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16)
+    if lora:
+        with torch.device("meta"):
+            whole = get_peft_model(whole, LoraConfig(**study.data["lora"]))
+    spec = build_model_spec(whole)
     frozen = study.data.get("defaults", {}).get("freeze", {})
     return replace(
         spec, modules={name: own.with_frozen(frozen.get(name, False)) for name, own in spec.modules.items()}
@@ -174,9 +206,9 @@ def published_model(study_key: str, model: str) -> ModelSpec:
 
 
 @cache
-def model_spec(study_key: str, model: str) -> ModelSpec:
-    """The same with the attention of the study's engine, and sequence parallelism where that has it."""
-    spec, study = published_model(study_key, model), next(own for own in studies() if own.key == study_key)
+def model_spec(study_key: str, model: str, lora: bool) -> ModelSpec:
+    """See [`Run.spec`]."""
+    spec, study = published_model(study_key, model, lora), next(own for own in studies() if own.key == study_key)
     engine, own = study.data["engine"], spec.language_model
     own = replace(
         own,
@@ -189,23 +221,25 @@ def model_spec(study_key: str, model: str) -> ModelSpec:
 def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
     """The costs of a run on its machine; `changes` are fields of the device."""
     study = run.study
-    device = replace(study.device, **(changes or {}))
+    device = replace(run.device, **(changes or {}))
     if run.dtype == "float8":  # linear layers at twice the rate, attention at that of bfloat16
         device = replace(
             device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
         )
     fused = run.values.get("fused")
     engine = study.engine if fused is None else replace(study.engine, fused=fused, fused_loss=fused)
-    engine = replace(engine, wide_sums=run.values.get("wide_sums", engine.wide_sums))
-    return analytic_costs(model_spec(study.key, run.model), device, 2, engine)
+    kernels = study.data.get("kernels", {})
+    engine = replace(
+        engine,
+        wide_sums=run.values.get("wide_sums", engine.wide_sums),
+        attention_share=kernels.get(run.values.get("kernel"), engine.attention_share),
+    )
+    return analytic_costs(run.spec, device, 2, engine)
 
 
 def sizes_of(run: Run, num_samples: int) -> SampleSizes:
     """Samples as long as the run's."""
-    tokens = {
-        name: run.seq_len if name == LANGUAGE_MODEL else run.image_tokens
-        for name in model_spec(run.study.key, run.model).modules
-    }
+    tokens = {name: run.seq_len if name == LANGUAGE_MODEL else run.image_tokens for name in run.spec.modules}
     return SampleSizes.uniform(tokens, num_samples)
 
 
@@ -215,7 +249,7 @@ def published_flops(run: Run) -> float:
     Korthikanti et al.): all pairs of tokens, those too that causality hides, which our own MFU leaves out; and the
     embeddings or positions where a study counts them as parameters that multiply (`mfu_counts`).
     """
-    spec, sizes = model_spec(run.study.key, run.model), sizes_of(run, run.batch)
+    spec, sizes = run.spec, sizes_of(run, run.batch)
     config = run.study.data["models"][run.model]
     counted = {"positions": run.seq_len, "embeddings": config.get("vocab_size", 0)}
     rows = sum(counted[what] for what in run.study.data.get("mfu_counts", ()))
@@ -232,6 +266,14 @@ def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
     costs = costs_of(run, changes)
     answers = [planned(run, costs, again).step_ms for again in RECOMPUTED[run.recompute]]
     return sum(answers) / len(answers)
+
+
+def predicted_gib(run: Run) -> float:
+    """Predicted peak memory of a rank, with weights in float32 where the study's engine keeps frozen ones so."""
+    costs = costs_of(run)
+    peak = max(planned(run, costs, again).peak_memory_bytes for again in RECOMPUTED[run.recompute])
+    frozen = sum(own.num_elements for own in run.spec.parameters.values() if not own.trainable)
+    return (peak + 2.0 * frozen / (run.gpus if run.is_sharded else 1)) / 2**30
 
 
 def planned(run: Run, costs: CostModel, again: bool) -> Prediction:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -23,6 +24,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -153,13 +155,10 @@ def peer_arguments(variant: str) -> dict[str, Any]:
     return arguments
 
 
-def measure(variant: str, shapes: common.Shapes, num_steps: int, counts: bool) -> list[dict[str, Any]]:
-    """What each rank measures of a variant."""
+def measure(make: Callable[[], Trainer], counts: bool) -> list[dict[str, Any]]:
+    """What each rank measures of the training of a Trainer."""
     torch.set_num_threads(1)
     start_report.gantt_png = start_report.balance_png = lambda *args, **kwargs: None  # type: ignore[assignment]
-    if variant in DEEPSPEED:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        import deepspeed  # noqa: F401
     gc.collect()
     start_bytes = resident_bytes("VmRSS")
     counter = LiveBytes() if counts else None
@@ -168,7 +167,7 @@ def measure(variant: str, shapes: common.Shapes, num_steps: int, counts: bool) -
         contextlib.redirect_stderr(io.StringIO()),
         counter or contextlib.nullcontext(),
     ):
-        trainer = make_trainer(variant, shapes, num_steps)
+        trainer = make()
         meter = StepMeter(counter)
         trainer.add_callback(meter)
         trainer.remove_callback(PrinterCallback)
@@ -191,20 +190,29 @@ def measure(variant: str, shapes: common.Shapes, num_steps: int, counts: bool) -
 
 def run_ranks(options: argparse.Namespace) -> None:
     """The function of the ranks; rank 0 writes the result."""
+    if options.variant in DEEPSPEED:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # noqa: F401
     shapes = common.QUICK if options.quick else SHAPES
-    rows = measure(options.variant, shapes, options.steps, options.counts)
+    rows = measure(functools.partial(make_trainer, options.variant, shapes, options.steps), options.counts)
     if dist.get_rank() == 0:
         options.ranks.write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def take_turns(variants: list[str], world_size: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def take_turns(
+    variants: list[str],
+    world_size: int,
+    options: argparse.Namespace,
+    script: str = __file__,
+    words: Sequence[str] = (),
+) -> dict[str, dict[str, Any]]:
     """Variant -> its figures on this many ranks: time and memory of the slowest and fullest rank, mean bytes sent."""
-    common_words = ["--steps", str(options.steps), *["--quick"] * options.quick]
+    common_words = ["--steps", str(options.steps), *["--quick"] * options.quick, *words]
 
     def launch(words: list[str]) -> list[dict[str, Any]]:
-        return common.launch(__file__, world_size, ["--variant", *words], timeout_s=300)
+        return common.launch(script, world_size, ["--variant", *words], timeout_s=300)
 
     rng = random.Random(0)
     times: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in variants}

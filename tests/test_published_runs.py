@@ -24,11 +24,12 @@ REACHED = {
     "ours": {"llava_a100", "megatron_a100_2021"},  # sequence parallelism, which that run lacks, saves recomputation
 }
 """Studies whose best published MFU a plan reaches, by the costs of the study's engine and of hf_mmparallel's."""
-STUDIES = {study.key: study for study in studies()}
+STUDIES = {study.key: study for study in studies() if not study.is_unseen}
+UNSEEN = {study.key: study for study in studies() if study.is_unseen}
 
 
 def test_every_run_is_complete_and_every_study_judges():
-    for study in STUDIES.values():
+    for study in studies():
         assert study.data["source"] and study.data["machine"] and study.data["read"]
         assert study.data["checked"] in CHECKED
         assert all(run.step_ms > 0 and run.gpus % (run.tp * run.pp * run.cp) == 0 for run in study.runs)
@@ -42,7 +43,7 @@ def test_sizes_and_times_give_the_mfu_that_is_published(key):
     runs = [run for run in STUDIES[key].runs if run.mfu is not None]
     assert len(runs) >= 4
     for run in runs:
-        peak_flops = 1e9 * find_device(run.study.data["device"]).bf16_tflops * run.gpus * run.step_ms
+        peak_flops = 1e9 * find_device(run.device.name).bf16_tflops * run.gpus * run.step_ms
         assert 100 * published_flops(run) / peak_flops == pytest.approx(run.mfu, rel=0.015), run.name
 
 
@@ -58,6 +59,17 @@ def test_predictions_rank_runs_as_they_were_measured(key):
     assert statistics.median(errors) <= 0.15 and max(errors) <= 0.4
 
 
+@pytest.mark.deep
+def test_unseen_runs_are_kept_as_they_are_predicted():
+    """What is said of them is what the planner says now, and none of them fits a constant."""
+    kept = json.loads(KEPT.read_text())["studies"]
+    for key, study in UNSEEN.items():
+        assert not any(run.is_fitted for run in study.runs)
+        for run, record in list(zip(study.runs, kept[key]["runs"], strict=True))[::5]:
+            assert record["name"] == run.name
+            assert predicted_ms(run) == pytest.approx(record["predicted_ms"], rel=1e-3), run.name
+
+
 def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
     for kind, own in found.items():
         assert (own["mfu"] >= own["measured_mfu"]) == (key in REACHED[kind]), (key, kind)
@@ -67,8 +79,10 @@ def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
 @pytest.mark.deep
 def test_kept_plans_reach_the_best_published_mfu_where_it_is_said():
     kept = json.loads(KEPT.read_text())["studies"]
-    assert kept.keys() == STUDIES.keys()
+    assert kept.keys() == STUDIES.keys() | UNSEEN.keys()
     for key, own in kept.items():
+        if key in UNSEEN:
+            continue
         for found in own["best_plans"].values():
             assert found["run"] == best_run(STUDIES[key]).name and found["measured_mfu"] == own["best_mfu"]
         assert_reached(key, own["best_plans"])

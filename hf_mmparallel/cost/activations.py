@@ -19,6 +19,7 @@ DTYPE_BYTES = {
     "float8_e5m2": 1,
     "int8": 1,
 }
+INDEX = 8  # bytes of an index
 FULL = 4  # bytes of a float32 value; RMS norms, softmax and the loss compute in float32 at any precision
 MASKED_ATTENTION = ("sdpa", PACKED_ATTENTION)  # attention functions that read a dense mask if rows are padded
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
@@ -33,6 +34,7 @@ class Matrix:
     name: str  # without suffixes of adapters and without `weight`
     shape: tuple[int, int]  # output and input features, or the reverse if stored transposed
     copies: float  # active experts of a token
+    num_experts: int
     num_elements: int  # of all experts
     trained: bool  # whether the matrix itself gets a gradient
     value_bytes: int  # of an element
@@ -94,10 +96,11 @@ class LayerShape:
                 if owner in matrices and adapter.group(1) == "A":
                     matrices[owner] = replace(matrices[owner], adapter_bytes=num_bytes, adapter_rank=p.shape[0])
             elif use.multiplies and len(p.shape) in (2, 3):
-                copies = p.shape[0] * p.active_share if len(p.shape) == 3 else 1.0
+                count = p.shape[0] if len(p.shape) == 3 else 1
                 name = _WRAPPED.sub("", p.name)
                 rows, columns = p.shape[-2:]
-                matrices[name] = Matrix(name, (rows, columns), copies, p.num_elements, p.trainable, num_bytes)
+                copies = count * p.active_share
+                matrices[name] = Matrix(name, (rows, columns), copies, count, p.num_elements, p.trainable, num_bytes)
             elif len(p.shape) == 1 and p.name.endswith("weight"):
                 bias = p.name.removesuffix("weight") + "bias"
                 norms.append(Norm(p.name, p.shape[0], p.trainable, bias not in names))
@@ -150,7 +153,7 @@ def saved_activations(
     # per squared token only if attention saves something for each pair of tokens
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
     saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, tp_size) for norm in shape.norms))
-    for group in [shape.attention, *shape.feed_forwards]:
+    for group in filter(None, [shape.attention, *shape.feed_forwards]):  # a block may have no attention
         saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision))
     for group in shape.feed_forwards:
         saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision) / tp_size)
@@ -215,7 +218,7 @@ def is_split(attention: Sequence[Matrix]) -> bool:
 
 
 def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
-    """Share of each parameter of a layer on one rank of a tp group."""
+    """Share of each parameter of a layer on one rank of a tp group, or of those that share experts."""
     module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
     shape = LayerShape.of(module_spec, uses)
     inside, is_language = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL
@@ -227,6 +230,8 @@ def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> 
         is_cut = inside or (is_language and (index == module_spec.num_layers or use.parameter.is_lookup))
         is_whole = use.parameter.replicated or len(use.parameter.shape) < 2 or name.startswith(whole)
         result[name] = 1.0 / tp_size if is_cut and not is_whole else 1.0
+        if use.parameter.num_experts and module_spec.expert_ranks:
+            result[name] = 1.0 / len(module_spec.expert_ranks)
     return result
 
 
@@ -272,10 +277,9 @@ def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: in
 
 def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
     """Saved bytes per token for the matrices that read the hidden state, and for adapters."""
-    num_copies = sum(matrix.saves_input(precision) for matrix in group[:-1])
-    if not precision.is_cast:
-        num_copies = min(1, num_copies)
-    saved = float(num_copies * module_spec.hidden_size * precision.compute)
+    # tokens are sorted by expert, in a copy of each for every active one
+    read = [matrix.copies for matrix in group[:-1] if matrix.saves_input(precision)]
+    saved = (sum(read) if precision.is_cast else max(read, default=0.0)) * module_spec.hidden_size * precision.compute
     for matrix in group:
         saved += matrix.adapter_rank * matrix.adapter_bytes
         if matrix.adapter_bytes > precision.stream:
@@ -296,6 +300,8 @@ def _feed_forward_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precis
         values += wide  # output of the gate's activation function
     if last.saves_input(precision):
         values += wide
+    if last.num_experts > 1:  # outputs of experts, which the router's weights multiply, and two permutations of tokens
+        values += last.copies * (module_spec.hidden_size + 2 * INDEX / precision.compute)
     return values * precision.compute
 
 

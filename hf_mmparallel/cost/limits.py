@@ -99,9 +99,9 @@ def _limits(plan: ParallelPlan, demands: _MemoryDemands, shares: dict[int, float
 
 
 def _in_blocks(plan: ParallelPlan, name: str, limit: int) -> int:
-    """Lowers a limit so that cp ranks have whole blocks."""
+    """Lowers a limit so that the cp ranks of a language model have whole blocks."""
     module = plan.modules[name]
-    block = module.context.block * module.cp_size if module.cp_size > 1 else 1
+    block = module.context.block * module.cp_size if module.cp_size > 1 and name == LANGUAGE_MODEL else 1
     return limit - limit % block if limit >= block else limit
 
 
@@ -131,6 +131,8 @@ class _MemoryDemands:
         self.squares = {
             name: _stored_pairs(costs, plan, sizes, name) / module.dp_size for name, module in plan.modules.items()
         }
+        # of the busiest rank, if the images of one sample are what cp ranks share
+        self.excess = {name: _excess(costs, plan, sizes, name) for name in plan.modules}
         self.features = {name: float(sample_features(costs, sizes, name).sum()) for name in costs.spec.encoders}
 
     def of_stage(
@@ -141,7 +143,7 @@ class _MemoryDemands:
         microbatches in flight and others that wait for weight gradients, as many as `held` together.
         """
         name, replica, stage = key
-        scale = np.array([self.squares[name], self.tokens[name]]) / memory.cp_size
+        scale = np.array([self.squares[name], self.tokens[name]]) * self.excess[name] / memory.cp_size
         saved, put_off = memory.saved.sum(axis=0), memory.put_off.sum(axis=0)
         saved = np.maximum(saved, put_off) + put_off * ((held - in_flight) / in_flight)
         growing, fixed = in_flight * float(weighted_sum(saved[:2], scale)), in_flight * float(saved[2])
@@ -172,6 +174,14 @@ def _stored_pairs(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name
     pairs = layout.sizes(np.ones_like(tokens), tokens, sizes.squares[name], tokens, are_even)[:, 2]
     copies = grouped_copies(costs.spec.modules[name], costs.spec.uses.get((name, 0), ()), module.tp_sizes[0])
     return float(pairs.sum() + copies * tokens[pairs > 0].sum())
+
+
+def _excess(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name: str) -> float:
+    """Tokens of the busiest cp rank over the mean, of the samples one by one."""
+    layout, tokens = RowLayout.of(costs, name, plan.modules[name]), sizes.tokens[name]
+    if layout.sharing == 1 or not tokens.sum():
+        return 1.0
+    return float(weighted_sum(layout.excess(tokens, sizes.squares[name]), tokens) / tokens.sum())
 
 
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:
@@ -285,6 +295,7 @@ def batch_workloads(
         `ValueError`: If weights, gradients and optimizer state alone exceed the memory of a rank.
     """
     forward_ms, ratios, row_ms = {}, {}, None
+    costs = costs.of_plan(plan)
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         layout = RowLayout.of(costs, name, module)

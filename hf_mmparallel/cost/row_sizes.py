@@ -27,6 +27,8 @@ class ChunkSize(NamedTuple):
     scores: float  # token pairs with stored values: entries of a dense mask, or attention scores
 
 
+_ROUNDING = 1e-6  # of a number of sequences
+
 NO_TOKENS = ChunkSize(0, 0, 0)  # the size of the chunk of an empty task, see `build_graph`
 
 
@@ -40,17 +42,19 @@ class RowLayout:
     causal: bool = False  # costs per squared sequence length are those of causal attention
     masked_share: float = 1.0  # speed of attention with a dense mask, relative to what the costs assume
     window: int = 0  # smallest sliding window of a layer in tokens, 0 for none
+    sharing: int = 1  # cp ranks that share whole sequences, of which the busiest may have more than its part
 
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
         """
-        Layout of a module in a plan: encoders have no padding; rows of a language model are padded unless they are
-        packed, and under context parallelism its cp ranks have equally many blocks of a packed row.
+        Layout of a module in a plan: encoders have no padding, and their cp ranks share whole images; rows of a
+        language model are padded unless they are packed, and under context parallelism its cp ranks have equally many
+        blocks of a packed row.
         """
         module_spec = costs.spec.modules[name]
         attention = module_spec.attention
         if name != LANGUAGE_MODEL:
-            return cls(attention, padded=False)
+            return cls(attention, padded=False, sharing=1 if module is None else module.cp_size)
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
         window = min(filter(None, module_spec.windows), default=0)
@@ -77,19 +81,30 @@ class RowLayout:
         if self.padded:
             computed = count * longest
             squares = padded_squares if takes_mask else squares
+        if self.sharing > 1:
+            computed, squares, pairs = (own * self.excess(tokens, squares) for own in (computed, squares, pairs))
         if self.causal:
             share = self.masked_share if takes_mask else 1.0
             squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs / share, squares)
         return np.stack([computed, squares, np.where(is_dense, pairs, 0.0)], axis=1).astype(float)
 
+    def excess(self, tokens: NDArray, squares: NDArray) -> NDArray:
+        """
+        Work of the busiest of the ranks that share the sequences of chunks, over the mean of all of them. A chunk
+        counts as one of equal sequences with these tokens and squared lengths, of which long ones count more.
+        """
+        count = np.divide(np.square(tokens, dtype=float), squares, out=np.ones(len(tokens)), where=squares > 0)
+        count = np.maximum(count, 1.0)
+        return self.sharing * np.ceil(count / self.sharing - _ROUNDING) / count
+
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
         """
-        Squared sequence lengths and tokens `[2, samples]` of single samples, without rounding to blocks; `even` tells
-        whether the other samples of their chunk have the same length.
+        Squared sequence lengths and tokens `[2, samples]` of single samples, as parts of the work of their chunk;
+        `even` tells whether the other samples of their chunk have the same length.
         """
         tokens, squares = sizes.tokens[name], sizes.squares[name]
         ones = np.ones_like(tokens)
-        result = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
+        result = replace(self, block=1, sharing=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
         return result[:, [1, 0]].T
 
     def of_groups(self, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:

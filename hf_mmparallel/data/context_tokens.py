@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any, Literal
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .._device import to_device
@@ -17,7 +18,7 @@ from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence
 from ..kernels.bitfield_attention.intervals import row_bounds
 from ..modeling.loss import IGNORE_INDEX
-from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan, StepPlan
+from ..plan import LANGUAGE_MODEL, ContextSettings, ParallelPlan
 
 ChunkKey = tuple[str, int, int, int]
 WORDS = "attention_words"
@@ -50,6 +51,11 @@ class ContextSharding:
             for name, value in fields.items()
         }
 
+    @property
+    def decided(self) -> list[NDArray]:
+        """What all ranks that know the chunk must have alike: the cp rank of each token, and the gathered blocks."""
+        return [self.assignment.layout, self.assignment.blocks, self.assignment.gathered]
+
     def shard(self, cp_rank: int, group: Any, device: torch.device) -> SequenceShard:
         """The shard of the attention on a cp rank: this rank's index in `group`, which shares the tokens."""
         return shard_row(self.words, self.assignment, cp_rank, group, device)
@@ -67,7 +73,6 @@ class ContextSharder:
     """Distributes the language model's microbatches over cp ranks, alike on all ranks; can be pickled, for workers."""
 
     plan: ParallelPlan
-    rank: int
     placeholders: Mapping[str, int]  # modality -> id of its placeholder token
     media: frozenset[str]  # inputs of encoders in a batch, which have no token dimension
     costs: ContextCosts | None = None  # of a layer, for the choice of a mode; the same on all ranks
@@ -76,26 +81,6 @@ class ContextSharder:
     @property
     def settings(self) -> ContextSettings:
         return self.plan.modules[LANGUAGE_MODEL].context
-
-    def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
-        """
-        (module, replica, microbatch, chunk) -> batch indices, if this rank needs the distribution of a microbatch.
-        """
-        if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
-            return {}
-        mine = {(module, replica) for module, replica, _ in self.plan.stages_of_rank(self.rank)}
-        needed = set()  # its own microbatches, and those for which its encoders compute features
-        for module, replica in mine:
-            for index, batch_indices in enumerate(step.microbatches[module][replica]):
-                if module == LANGUAGE_MODEL:
-                    needed.add((replica, index))
-                else:
-                    needed.update(step.location_of[LANGUAGE_MODEL, batch_index] for batch_index in batch_indices)
-        return {
-            (LANGUAGE_MODEL, replica, index, chunk): batch_indices
-            for replica, index in sorted(needed)
-            for chunk, batch_indices in enumerate(step.chunks[LANGUAGE_MODEL, replica, index])
-        }
 
     def __call__(self, batch: Mapping[str, Any]) -> ContextSharding:
         """Distributes a packed row from [`PackingCollator`]; raises `ValueError` for any other batch."""

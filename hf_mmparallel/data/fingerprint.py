@@ -7,7 +7,7 @@ import mimetypes
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 
 from ..plan import LANGUAGE_MODEL, StepPlan
 from ..schedule import Program
-from .context_tokens import ChunkKey, ContextSharding
+from .context_tokens import ChunkKey
+from .item_sharding import Sharding
 
 MEDIA_ONE = 2**30
 MEDIA_ROUNDING = MEDIA_ONE // 10**4
@@ -30,9 +31,9 @@ class StepFingerprint:
     # language model replica -> checksum of the ordered actions of all ranks that exchange tensors with it in the step;
     # for the replicas in the part of the step that this rank has planned
     programs: Mapping[int, int]
-    # index of a language model microbatch, over all replicas -> checksum of the distribution of its tokens over cp
-    # ranks; for the microbatches of this rank
-    shardings: Mapping[int, int] = field(default_factory=dict)
+    # (module, batch index) -> checksum of the distribution over cp ranks of the chunk with the sample, for the chunks
+    # that this rank knows
+    shardings: Mapping[tuple[str, int], int] = field(default_factory=dict)
     # batch index -> checksums of the sample as this rank read it, once for each dataset that it reads
     samples: Mapping[int, Collection[int]] = field(default_factory=dict)
     # (module, replica, microbatch) of this rank -> checksum of the whole numbers of its inputs
@@ -45,19 +46,22 @@ class StepFingerprint:
 def fingerprint(
     step: StepPlan,
     program: Program,  # actions of all ranks, or of those in the part of one
-    shardings: Mapping[ChunkKey, ContextSharding],  # of this rank's microbatches
+    shardings: Mapping[ChunkKey, Sharding],  # of the chunks that this rank knows
     batches: Mapping[ChunkKey, Mapping[str, Any]],  # collated inputs of this rank's chunks
     samples: Mapping[int, Collection[int]],  # batch index -> checksums of the sample
 ) -> StepFingerprint:
     """Computes the fingerprint of a step."""
-    starts = list(accumulate(map(len, step.microbatches[LANGUAGE_MODEL]), initial=0))
     chunks: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for (module, replica, index, _), batch in sorted(batches.items()):
         chunks.setdefault((module, replica, index), []).append(batch)
     return StepFingerprint(
         _arrangement(step),
         dict.fromkeys(program.replicas(LANGUAGE_MODEL), program.checksum),
-        {starts[replica] + index: _checksum(sharding) for (_, replica, index, _), sharding in shardings.items()},
+        {
+            (key[0], batch_index): _checksum(sharding)
+            for key, sharding in shardings.items()
+            for batch_index in step.chunk(*key)
+        },
         samples,
         {key: _inputs(of_microbatch) for key, of_microbatch in chunks.items()},
         {key: _media(of_microbatch) for key, of_microbatch in chunks.items()},
@@ -103,11 +107,10 @@ def _media(batches: Iterable[Mapping[str, Any]]) -> int:
     return round(sum(means) * MEDIA_ONE)
 
 
-def _checksum(sharding: ContextSharding) -> int:
-    """Checksum of the cp rank of each token, and of the gathered blocks."""
-    assignment = sharding.assignment
+def _checksum(sharding: Sharding) -> int:
+    """Checksum of the cp rank of each token or image, and of what else ranks must have alike."""
     digest = hashlib.blake2b(digest_size=8)
-    for array in (assignment.layout, assignment.blocks, assignment.gathered):
+    for array in sharding.decided:
         digest.update(str(array.shape).encode())
         digest.update(array.tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1

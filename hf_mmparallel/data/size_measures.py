@@ -229,7 +229,7 @@ def as_lengths(value: Any, source: str, counts: np.ndarray | None = None) -> np.
 @dataclass(frozen=True)
 class TokenMeasure(SampleMeasure):
     """
-    Lengths from token ids: as many rows of an encoder's features as there are placeholders.
+    Lengths from token ids: as many rows of an encoder's features, or of a generator, as there are placeholders.
 
     A sequence of an encoder is an item of the sample's metadata (a row of an integer array such as `image_grid_thw`,
     of which the frames of a video attend apart), where these share out its rows evenly; otherwise a run of
@@ -247,10 +247,10 @@ class TokenMeasure(SampleMeasure):
             {
                 name: tuple(
                     (modality, spec.placeholders[modality])
-                    for modality in dict.fromkeys(feature.modality for feature in module.features)
+                    for modality in spec.modalities(name)
                     if modality in spec.placeholders
                 )
-                for name, module in spec.modules.items()
+                for name in spec.modules
             }
         )
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ..modeling.dtensors import whole_shape
+from ..modeling.features import flat_features
 from ..modeling.spec import find_stack, layers_of, module_parts
 from ..modeling.unowned import hidden_of, identity_layer
 
@@ -65,3 +67,62 @@ def entered_shape(
 
 def _leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     raise _Entered(tuple(hidden_of(args, kwargs).shape))
+
+
+_MOST = 1 << 22  # elements of a parameter that gets values of its own
+
+
+@torch.no_grad()
+def frames_are_apart(skeleton: Any, module: str, grid: Tensor, width: int) -> bool:
+    """
+    Whether an encoder that packs its items computes each frame of a video as if it were alone: two frames of the same
+    patches enter its layers alike, attend to themselves only, and have twice the features of one.
+
+    Args:
+        skeleton: Of [`make_skeleton`]; its small parameters are changed.
+        module (`str`): The encoder.
+        grid (`torch.Tensor` of shape `(1, 3)`): Extent of one frame.
+        width (`int`): Values of a patch.
+    """
+    part = module_parts(skeleton)[module]
+    modality, num_patches = part.modalities[0], int(grid.prod())
+    entered: list[Any] = []  # arguments of each layer
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs: entered.append((args, kwargs)), with_kwargs=True)
+        for layer in layers_of(skeleton, find_stack(skeleton, part.tower))
+    ]
+    num_features = []
+    try:
+        with torch.random.fork_rng(devices=[]):
+            for parameter in skeleton.get_submodule(part.tower).parameters():
+                if parameter.numel() <= _MOST:
+                    parameter.data = torch.rand(parameter.shape, dtype=parameter.dtype)
+            frame = torch.rand(num_patches, width)
+        for count in (1, 2):
+            entered.clear()
+            values = frame.repeat(count, 1), grid * torch.tensor([count, 1, 1])
+            output = part.features[modality](**dict(zip(part.input_names(modality), values, strict=False)))
+            num_features.append(len(flat_features(output.pooler_output)))
+    except Exception:  # an encoder may raise anything
+        return False
+    finally:
+        for handle in handles:
+            handle.remove()
+    return num_features[1] == 2 * num_features[0] and all(_is_apart(tree_leaves(own), num_patches) for own in entered)
+
+
+def _is_apart(arguments: Iterable[Any], num_patches: int) -> bool:
+    """Whether a layer with these arguments computes the same for two frames of so many patches, each by itself."""
+    has_ends = False
+    for value in arguments:
+        if not isinstance(value, Tensor):
+            continue
+        if value.dim() == 1 and len(value) > 1 and value[0] == 0 and value[-1] == 2 * num_patches:  # `cu_seqlens`
+            has_ends = True
+            if num_patches not in value.tolist():
+                return False
+        elif 2 * num_patches in value.shape:
+            halves = value.split(num_patches, value.shape.index(2 * num_patches))
+            if not torch.equal(*halves):
+                return False
+    return has_ends

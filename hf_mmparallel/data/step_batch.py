@@ -14,9 +14,10 @@ from torch import Tensor
 from ..plan import SampleSizes, StepPlan, Workloads
 from ..schedule import Program
 from .bad_samples import BadSample
-from .context_tokens import ChunkKey, ContextSharding
+from .context_tokens import ChunkKey
 from .fingerprint import StepFingerprint, fingerprint
 from .global_batches import GlobalBatch
+from .item_sharding import Sharding
 
 # Packs the tensors of an object into one, to send it from a data loader's worker to the main process.
 
@@ -91,7 +92,7 @@ class StepData:
     # (module, replica, microbatch, chunk) -> the collated samples, for each chunk of this rank
     batches: dict[ChunkKey, dict[str, Any]] = field(default_factory=dict)
     # distribution of the tokens of the language model's microbatches over cp ranks, as far as this rank needs it
-    shardings: dict[ChunkKey, ContextSharding] = field(default_factory=dict)
+    shardings: dict[ChunkKey, Sharding] = field(default_factory=dict)
     # batch index -> checksums of the sample, of each dataset that it was read from
     checksums: dict[int, set[int]] = field(default_factory=dict)
 

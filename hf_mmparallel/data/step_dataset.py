@@ -12,9 +12,10 @@ from torch.utils.data import Dataset
 from ..cost.step_planner import StepPlanner
 from ..plan import LANGUAGE_MODEL, ParallelPlan, StepPlan
 from .bad_samples import BadSample, stored_row
-from .context_tokens import ChunkKey, ContextSharder
+from .context_tokens import ChunkKey
 from .fingerprint import text_digest
 from .global_batches import GlobalBatch
+from .item_sharding import Sharder
 from .randomness import seeded, stable_seed
 from .size_sources import measure_samples
 from .step_batch import StepBatch, StepData, StreamRows, UnreadableBatch
@@ -38,7 +39,8 @@ class RankInputs:
     # module -> floating-point entries of a collated batch that it does not need, such as pixels in the language model,
     # and that are dropped
     unused: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    sharder: ContextSharder | None = None  # distributes the language model's microbatches over cp ranks
+    # module with several cp ranks -> what distributes its chunks over them
+    sharders: Mapping[str, Sharder] = field(default_factory=dict)
 
     def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
         """(module, replica, microbatch, chunk) -> batch indices, for every chunk of the rank."""
@@ -49,6 +51,26 @@ class RankInputs:
             for index in range(len(step.microbatches[module][replica]))
             for chunk, batch_indices in enumerate(step.chunks[module, replica, index])
         }
+
+    def shared_chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
+        """
+        (module, replica, microbatch, chunk) -> batch indices, of the chunks that cp ranks share and whose distribution
+        this rank needs: those that it computes, and those with which it exchanges features.
+        """
+        mine: dict[str, set[int]] = {}
+        for module, replica, _ in self.plan.stages_of_rank(self.rank):
+            mine.setdefault(module, set()).update(*step.microbatches[module][replica])
+        edges = [{edge.source, edge.target} for edge in self.plan.edges]
+        result = {}
+        for name in self.sharders:
+            ends = {name}.union(*(edge for edge in edges if name in edge))
+            wanted = set().union(*(mine.get(module, ()) for module in ends))
+            located = {step.location_of[name, index] for index in wanted if (name, index) in step.location_of}
+            for replica, microbatch in sorted(located):
+                for chunk, batch_indices in enumerate(step.chunks[name, replica, microbatch]):
+                    if not wanted.isdisjoint(batch_indices):
+                        result[name, replica, microbatch, chunk] = batch_indices
+        return result
 
 
 class _BadSamplesError(Exception):
@@ -161,13 +183,10 @@ class StepDataset(Dataset):
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
         shardings = {}
-        sharder = self.inputs.sharder
-        if sharder is not None:
-            reader = self.reader(LANGUAGE_MODEL)
-            for key, batch_indices in sharder.chunks(step).items():
-                packed_row = collated.batch(reader, batch_indices)
-                if packed_row:
-                    shardings[key] = sharder(packed_row)
+        for key, batch_indices in self.inputs.shared_chunks(step).items():
+            tokens = collated.batch(self.reader(LANGUAGE_MODEL), batch_indices)
+            if tokens:
+                shardings[key] = self.inputs.sharders[key[0]](tokens)
         if collated.bad:
             raise _BadSamplesError(collated.bad)
         return StepData(step, batches, shardings, collated.checksums)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,15 @@ from .lazy_logits import of_tokens, whole_logits
 
 IGNORE_INDEX = -100
 """Label of tokens that are no targets, as in transformers."""
+
+
+def num_target_tokens(batch: Mapping[str, Any]) -> int:
+    """Counts the target tokens of a batch, which has `labels` or `shift_labels`, or neither."""
+    shifted, labels = batch.get("shift_labels"), batch.get("labels")
+    if shifted is None and labels is None:
+        return 0
+    targets = labels[..., 1:] if shifted is None else shifted  # type: ignore[index]
+    return int((targets != IGNORE_INDEX).sum())
 
 
 def token_loss(

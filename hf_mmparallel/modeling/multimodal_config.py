@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -54,6 +54,38 @@ class EncoderSettings:
         return cls(**values)
 
 
+@dataclass(frozen=True)
+class GeneratorSettings:
+    """Settings of one generator: its placeholder token, the hidden states that it reads, and its loss."""
+
+    token_id: int  # placeholder in `input_ids` whose hidden state it reads
+    num_tokens: int = 1  # placeholders of one item, such as an image
+    model_class: str = ""  # class name of a diffusion model
+    projector: Literal["linear", "mlp"] = "linear"  # from the language model's width to its own
+    # index into the language model's `hidden_states`; by default the output of its last norm
+    layer: int | None = None
+    loss_weight: float = 1.0  # in the sum of all losses
+    num_codes: int | None = None  # size of the codebook, of a transformer that predicts codes
+    num_codebooks: int = 1  # codes of each row
+    # configuration of the noise scheduler of a diffusion model, DDPM's by default
+    scheduler: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.projector not in ("linear", "mlp"):
+            raise ValueError(f"`projector={self.projector!r}` is not known. Use 'linear' or 'mlp'.")
+        if self.num_tokens < 1 or self.num_codebooks < 1:
+            raise ValueError(
+                f"`num_tokens={self.num_tokens}` and `num_codebooks={self.num_codebooks}` of a generator count what "
+                "each item has. Use 1 or more."
+            )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GeneratorSettings:
+        """Reads settings from plain data. Raises `ValueError` for an unknown key, with the most similar one."""
+        reject_unknown_keys("`generator_settings`", list(values), [f.name for f in fields(cls)])
+        return cls(**values)
+
+
 @dataclass
 class MultimodalCallbacks:
     """
@@ -99,6 +131,10 @@ class MultimodalConfig(PreTrainedConfig):
         lm_head_bias (`bool`, *optional*, defaults to `False`): Whether the language model's head has a bias.
         tie_word_embeddings (`bool`, *optional*): Whether head and embeddings are tied; by default as in `text_config`.
         encoder_names (`list[str]`, *optional*): Order of the encoders; by default that of `encoder_configs`.
+        generator_configs (`dict[str, PreTrainedConfig | dict]`, *optional*):
+            Generator -> its config, of transformers or of diffusers.
+        generator_settings (`dict[str, dict]`, *optional*): Generator -> values of [`GeneratorSettings`].
+        generator_names (`list[str]`, *optional*): Order of the generators; by default that of `generator_configs`.
     """
 
     model_type = "hf_mmparallel_composed"
@@ -111,12 +147,19 @@ class MultimodalConfig(PreTrainedConfig):
     lm_head_bias: bool = False
     tie_word_embeddings: Any = None
     encoder_names: Any = None
+    generator_configs: Any = None
+    generator_settings: Any = None
+    generator_names: Any = None
+    # what the stock Trainer does not collect as predictions
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "losses", "rows"]
 
     def __post_init__(self, **kwargs):
-        configs = self.encoder_configs or {}
+        configs, generators = self.encoder_configs or {}, self.generator_configs or {}
         self.encoder_names = list(self.encoder_names or configs)  # JSON sorts the keys of a dict
-        check_encoder_names(tuple(self.encoder_names))
+        self.generator_names = list(self.generator_names or generators)
+        check_module_names(tuple(self.encoder_names), tuple(self.generator_names))
         self.encoder_configs = {name: _as_config(configs[name]) for name in self.encoder_names}
+        self.generator_configs = {name: _as_config(generators[name]) for name in self.generator_names}
         self.text_config = _as_config({"model_type": "llama"} if self.text_config is None else self.text_config)
         settings = self.encoder_settings or {}
         if set(settings) != set(self.encoder_configs):
@@ -127,6 +170,15 @@ class MultimodalConfig(PreTrainedConfig):
         self.encoder_settings = {
             name: asdict(value if isinstance(value, EncoderSettings) else EncoderSettings.from_dict(value))
             for name, value in ((name, settings[name]) for name in self.encoder_names)
+        }
+        if set(self.generator_settings or {}) != set(self.generator_names):
+            raise ValueError(
+                f"`generator_settings` is given for {sorted(self.generator_settings or {})} and `generator_configs` "
+                f"for {sorted(self.generator_names)}. Give both for the same generators."
+            )
+        self.generator_settings = {
+            name: asdict(value if isinstance(value, GeneratorSettings) else GeneratorSettings.from_dict(value))
+            for name, value in ((name, self.generator_settings[name]) for name in self.generator_names)
         }
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = bool(getattr(self.text_config, "tie_word_embeddings", False))
@@ -140,7 +192,7 @@ class MultimodalConfig(PreTrainedConfig):
 
     def _implementations(self) -> list[tuple[PreTrainedConfig, Any, Any]]:
         """Lists all nested configs, with their attention and experts implementations."""
-        result, pending = [], [*self.encoder_configs.values(), self.text_config]
+        result, pending = [], [*self._nested.values()]
         while pending:
             config = pending.pop()
             result.append((config, config._attn_implementation, config._experts_implementation))
@@ -148,47 +200,76 @@ class MultimodalConfig(PreTrainedConfig):
         return result
 
     @property
+    def _nested(self) -> dict[str, PreTrainedConfig]:
+        """The configs of transformers in this one, by name."""
+        tables = (self.__dict__.get(table) or {} for table in ("encoder_configs", "generator_configs"))
+        named = {f"{name}_config": config for table in tables for name, config in table.items()}
+        return {
+            **{name: config for name, config in named.items() if isinstance(config, PreTrainedConfig)},
+            "text_config": self.text_config,
+        }
+
+    @property
     def sub_configs(self) -> dict[str, type]:  # type: ignore[override]
-        return {**{f"{name}_config": AutoConfig for name in self.encoder_names or ()}, "text_config": AutoConfig}
+        return dict.fromkeys(self._nested, AutoConfig)
 
     def settings(self, name: str) -> EncoderSettings:
         """Returns the settings of one encoder."""
         return EncoderSettings.from_dict(self.encoder_settings[name])
 
+    def generator_setting(self, name: str) -> GeneratorSettings:
+        """Returns the settings of one generator."""
+        return GeneratorSettings.from_dict(self.generator_settings[name])
+
     def __getattr__(self, name: str):
-        """Provides `<name>_config`, `<name>_token_id` and `<name>_feature_layer` of the encoders."""
-        configs, settings = (self.__dict__.get(table) or {} for table in ("encoder_configs", "encoder_settings"))
+        """
+        Provides `<name>_config` and `<name>_token_id` of encoders and generators, and `<name>_feature_layer` of
+        encoders.
+        """
+        configs, settings = (
+            {**(self.__dict__.get(f"generator_{kind}") or {}), **(self.__dict__.get(f"encoder_{kind}") or {})}
+            for kind in ("configs", "settings")
+        )
         if name.endswith("_config") and (encoder := name.removesuffix("_config")) in configs:
             return configs[encoder]
         for setting in ("token_id", "feature_layer"):
-            if name.endswith(f"_{setting}") and (encoder := name.removesuffix(f"_{setting}")) in settings:
-                return settings[encoder][setting]
+            if name.endswith(f"_{setting}") and setting in settings.get(name.removesuffix(f"_{setting}"), {}):
+                return settings[name.removesuffix(f"_{setting}")][setting]
         raise AttributeError(f"`{type(self).__name__}` has no attribute `{name}`")
 
     def to_dict(self) -> dict[str, Any]:
         output = super().to_dict()
         output["encoder_configs"] = {name: config.to_dict() for name, config in self.encoder_configs.items()}
+        if self.generator_names:
+            output["generator_configs"] = {
+                name: config.to_dict() if isinstance(config, PreTrainedConfig) else dict(config)
+                for name, config in self.generator_configs.items()
+            }
         self.dict_dtype_to_str(output)
         return output
 
 
-def check_encoder_names(names: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless all names are valid submodule names, and none is a prefix of another."""
-    if not names:
+def check_module_names(encoders: tuple[str, ...], generators: tuple[str, ...] = ()) -> None:
+    """
+    Raises `ValueError` unless all names are valid submodule names, none is a prefix of another, and none names two
+    modules.
+    """
+    if not encoders and not generators:
         raise ValueError("`encoders` is empty: a composed model needs at least one encoder. Give `{'vision': ...}`.")
-    for name in names:
+    names = [*((name, "an encoder") for name in encoders), *((name, "a generator") for name in generators)]
+    for number, (name, kind) in enumerate(names):
         if not name.isidentifier() or name in ("text", "language_model", "encoder"):
-            raise ValueError(f"`{name}` cannot name an encoder. Use a word such as `vision` or `audio`.")
-        for other in names:
-            if other.startswith(name + "_"):
+            raise ValueError(f"`{name}` cannot name {kind}. Use a word such as `vision` or `audio`.")
+        for place, (other, _) in enumerate(names):
+            if other.startswith(name + "_") or (other == name and place != number):
                 raise ValueError(
-                    f"Inputs of encoder `{other}` can't be told from those of `{name}`, since encoder names are "
-                    f"prefixes of inputs. Rename one of them."
+                    f"Inputs of `{other}`, {names[place][1]}, can't be told from those of `{name}`, since names "
+                    "of modules are prefixes of inputs. Rename one of them."
                 )
 
 
-def _as_config(value: PreTrainedConfig | Mapping) -> PreTrainedConfig:
-    if isinstance(value, PreTrainedConfig):
+def _as_config(value: PreTrainedConfig | Mapping) -> Any:
+    if isinstance(value, PreTrainedConfig) or "_class_name" in value:  # diffusers' configs are plain data
         return value
     values = dict(value)
     return AutoConfig.for_model(values.pop("model_type"), **values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,19 +25,30 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOu
 from .._versions import CACHE, takes_cache
 from .encoder_parts import LogitScale, cast_weights, keep_weights
 from .features import flat_features
+from .generators import DiffusionGenerator, build_generator
 from .loading import without_weights
+from .loss import num_target_tokens
 from .multimodal_backbone import MultimodalBackbone, MultimodalPreTrainedModel
 from .multimodal_config import MultimodalCallbacks, MultimodalConfig
 from .spec import ModulePart
 from .unimodal import UnimodalParts
 
 
+@dataclass
+class MultimodalOutput(CausalLMOutputWithPast):
+    """The output of a [`MultimodalModel`] with generators."""
+
+    losses: dict[str, torch.Tensor] | None = None  # module -> its mean loss, whose weighted sum is `loss`
+    rows: dict[str, torch.Tensor] | None = None  # generator -> hidden states at its placeholders, if asked for
+
+
 class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
     """
-    Encoders with projectors and a language model with its head, trained and saved as one model.
+    Encoders with projectors, a language model with its head, and generators behind it, trained and saved as one model.
 
     Args:
-        modules (`dict[str, Any]`, *optional*): Ready `encoders`, `projectors`, `language_model` and `lm_head`.
+        modules (`dict[str, Any]`, *optional*):
+            Ready `encoders`, `projectors`, `language_model`, `lm_head` and towers of `generators`.
         projectors (`dict[str, nn.Module]`, *optional*): The modules of encoders with a `"custom"` projector.
         callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
 
@@ -67,12 +79,22 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         if ready.get("lm_head") is not None:
             self.lm_head.weight, self.lm_head.bias = ready["lm_head"].weight, ready["lm_head"].bias
             keep_weights(self.lm_head)
+        towers = ready.get("generators") or {}
+        self.generators: Any = nn.ModuleDict(
+            {name: build_generator(config, name, towers.get(name)) for name in config.generator_names}
+        )
         embeddings = self.model.get_input_embeddings()
         embeddings_name = next(name for name, module in self.model.named_modules() if module is embeddings)
         self._tied_weights_keys = {"lm_head.weight": f"model.{embeddings_name}.weight"}
         self.loss_type = "ForConditionalGeneration"
         self.input_modalities: Any = ("text", *config.encoder_names)
         self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        for generator in self._modules.get("generators", {}).values():  # type: ignore[union-attr]
+            if isinstance(generator, DiffusionGenerator):
+                generator.compute_buffers(module)
 
     def without_weights(self) -> MultimodalModel:
         """Returns a model of the same configuration, projectors and callbacks, with weights of its own."""
@@ -94,6 +116,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         encoder_settings: Mapping[str, Mapping[str, Any]] | None = None,
         callbacks: MultimodalCallbacks | None = None,
         dtype: torch.dtype | None = None,
+        generators: Mapping[str, nn.Module | PreTrainedConfig | str] | None = None,
+        generator_settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> MultimodalModel:
         """
         Composes a model from unimodal models. Live models are used directly, not copied.
@@ -103,19 +127,23 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
                 Encoder -> model, config (random weights), id or folder. Of CLIP, Whisper etc. only the encoder is
                 used.
             language_model (`PreTrainedModel | PreTrainedConfig | str`): A causal language model, in the same forms.
-            token_ids (`dict[str, int]`): Encoder -> id of its placeholder token.
+            token_ids (`dict[str, int]`): Encoder or generator -> id of its placeholder token.
             projectors (`str | nn.Module | dict`, *optional*):
                 `"linear"`, `"mlp"` or a module; or encoder -> projector.
             encoder_settings (`dict[str, dict]`, *optional*): Encoder -> further fields of [`EncoderSettings`].
             callbacks ([`MultimodalCallbacks`], *optional*): Functions to run between the modules.
             dtype (`torch.dtype`, *optional*): Dtype of all weights; by default each module keeps its own.
+            generators (`dict[str, nn.Module | PreTrainedConfig | str]`, *optional*):
+                Generator -> a diffusion model of diffusers, or a transformer that predicts codes: a model, a config
+                of transformers, an id or folder.
+            generator_settings (`dict[str, dict]`, *optional*): Generator -> further fields of [`GeneratorSettings`].
 
         Returns:
             [`MultimodalModel`]: The model, in training mode if the language model is.
         """
-        parts = UnimodalParts.load(encoders, language_model, projectors, dtype)
+        parts = UnimodalParts.load(encoders, language_model, projectors, dtype, generators or {})
         without_output = tuple((callbacks or MultimodalCallbacks()).after_encoder)
-        config = parts.config(token_ids, encoder_settings or {}, without_output, dtype)
+        config = parts.config(token_ids, encoder_settings or {}, without_output, dtype, generator_settings or {})
         model = cls(config, parts.modules, callbacks=callbacks)
         decoder = parts.decoder
         if model.generation_config is not None and getattr(decoder, "generation_config", None) is not None:
@@ -136,8 +164,11 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         return self.model.get_features(name, **inputs)
 
     def multimodal_parts(self) -> dict[str, ModulePart]:
-        """Returns the encoders, each with its projector, as modules of a plan; their names are also modalities."""
-        return {
+        """
+        Returns the encoders, each with its projector, and the generators as modules of a plan; their names are also
+        modalities.
+        """
+        encoders = {
             name: ModulePart(
                 tower=f"model.encoders.{name}",
                 prefixes=(f"model.projectors.{name}",),
@@ -147,6 +178,18 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             )
             for name in self.model.encoders
         }
+        generators = {
+            name: ModulePart(
+                tower=f"generators.{name}.tower",
+                first=(f"generators.{name}.projector",),
+                prefixes=(f"generators.{name}",),
+                inputs={name: generator.entries},
+                placeholders={name: generator.settings.token_id},
+                generator=generator,
+            )
+            for name, generator in self.generators.items()
+        }
+        return {**encoders, **generators}
 
     @takes_cache
     def forward(
@@ -162,11 +205,13 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         mm_encoder_outputs: dict[str, Any] | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        output_rows: bool = False,
+        num_generator_targets: Mapping[str, int] | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast | tuple:
         """
-        Computes the logits, and the loss if there are `labels`; other arguments, `shift_labels` and
-        `num_items_in_batch` are as in transformers.
+        Computes the logits, and the loss if there are `labels` or targets of a generator; other arguments,
+        `shift_labels` and `num_items_in_batch` are as in transformers.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(batch, sequence)`, *optional*): Token ids with placeholders.
@@ -179,7 +224,19 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             mm_encoder_outputs (`dict[str, ModelOutput]`, *optional*):
                 Encoder -> `get_features`, in place of its inputs.
             logits_to_keep (`int | torch.Tensor`, *optional*, defaults to 0): Last positions with logits, 0 for all.
+            output_rows (`bool`, *optional*, defaults to `False`):
+                Whether to return the hidden states that generators start from.
+            num_generator_targets (`dict[str, int]`, *optional*):
+                Generator -> targets of all batches whose losses are added, by default of this one.
         """
+        targets = {
+            name: {key: kwargs.pop(key) for key in generator.entries if key in kwargs}
+            for name, generator in self.generators.items()
+        }
+        generated = {name for name, own in targets.items() if any(value is not None for value in own.values())}
+        wanted = self.generators if output_rows else generated
+        if any(self.generators[name].settings.layer is not None for name in wanted):
+            kwargs["output_hidden_states"] = True
         return_dict = kwargs.pop("return_dict", None)
         loss_kwargs = {key: kwargs.pop(key) for key in ("num_items_in_batch", "shift_labels") if key in kwargs}
         outputs = self.model(
@@ -197,18 +254,52 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         hidden_states = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = LogitScale.of(self.config.text_config).apply(self.lm_head(hidden_states[:, keep]))
-        loss = None
+        rows = {name: self._rows(name, input_ids, outputs) for name in wanted}
+        losses = {}
         if labels is not None or loss_kwargs.get("shift_labels") is not None:
             vocab_size = self.config.text_config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss,
+            losses["language_model"] = self.loss_function(
+                logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs
+            )
+        if generated and num_generator_targets is None and loss_kwargs.get("num_items_in_batch") is not None:
+            own = num_target_tokens({"labels": labels, **loss_kwargs})
+            if int(loss_kwargs["num_items_in_batch"]) != own:
+                raise ValueError(
+                    f"`num_items_in_batch` says that batches with {int(loss_kwargs['num_items_in_batch'])} target "
+                    f"tokens are added, of which this one has {own}, but not how many targets generators have there. "
+                    "Give `num_generator_targets`, as `MultimodalParallelTrainer` does, or train without gradient "
+                    "accumulation."
+                )
+        for name in generated:
+            losses[name] = self._generator_loss(name, rows[name], targets[name], num_generator_targets)
+        weights = {name: self.generators[name].settings.loss_weight for name in generated}
+        loss = sum(weights.get(name, 1.0) * value for name, value in losses.items()) if losses else None
+        output = MultimodalOutput(
+            loss=loss,  # type: ignore[arg-type]
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            losses={name: value.detach() for name, value in losses.items()} if self.generators else None,
+            rows=rows if output_rows else None,
             **{CACHE: outputs.get(CACHE)},
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _rows(self, name: str, input_ids: torch.Tensor | None, outputs: Any) -> torch.Tensor:
+        """Returns the hidden states at the placeholders of a generator, `(placeholders, hidden_size)`."""
+        settings = self.generators[name].settings
+        if input_ids is None:
+            raise ValueError(f"Generator `{name}` reads hidden states at its placeholders in `input_ids`. Give them.")
+        states = outputs.last_hidden_state if settings.layer is None else outputs.hidden_states[settings.layer]
+        return states[input_ids == settings.token_id]
+
+    def _generator_loss(
+        self, name: str, rows: torch.Tensor, targets: Mapping[str, Any], counts: Mapping[str, int] | None
+    ) -> torch.Tensor:
+        """Returns the loss of a generator, divided by its targets in this batch or in all that are added."""
+        generator = self.generators[name]
+        count = generator.num_targets(targets) if counts is None else counts[name]
+        return generator.loss(rows, **targets) / max(count, 1)
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Allows the inputs of all encoders in `generate`."""

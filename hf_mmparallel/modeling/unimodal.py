@@ -11,7 +11,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .encoder_parts import complete_settings, keep_weights
-from .multimodal_config import EncoderSettings, MultimodalConfig, check_encoder_names
+from .generators import load_tower
+from .multimodal_config import EncoderSettings, GeneratorSettings, MultimodalConfig, check_module_names
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class UnimodalParts:
     projectors: dict[str, str | nn.Module]  # encoder -> `"linear"` or `"mlp"`, or the module
     decoder: PreTrainedModel  # the language model without its head
     head: nn.Linear | None
+    generators: dict[str, nn.Module]  # the towers
 
     @classmethod
     def load(
@@ -30,20 +32,22 @@ class UnimodalParts:
         language_model: PreTrainedModel | PreTrainedConfig | str,
         projectors: str | nn.Module | Mapping[str, str | nn.Module],
         dtype: torch.dtype | None,
+        generators: Mapping[str, nn.Module | PreTrainedConfig | str],
     ) -> UnimodalParts:
         """Loads the modules; for the arguments see [`~MultimodalModel.from_unimodal`]."""
-        check_encoder_names(tuple(encoders))
+        check_module_names(tuple(encoders), tuple(generators))
         table = _projector_table(projectors, tuple(encoders))
         live = {name: _load_encoder(value, dtype) for name, value in encoders.items()}
-        return cls(live, table, *_load_language_model(language_model, dtype))
+        towers = {name: load_tower(name, value, dtype) for name, value in generators.items()}
+        return cls(live, table, *_load_language_model(language_model, dtype), towers)
 
     @property
     def modules(self) -> dict[str, Any]:
         """Returns the modules as [`MultimodalModel`] expects them, marked as initialised."""
         custom = {name: module for name, module in self.projectors.items() if not isinstance(module, str)}
-        for module in (*self.encoders.values(), *custom.values(), self.decoder):
+        for module in (*self.encoders.values(), *custom.values(), *self.generators.values(), self.decoder):
             keep_weights(module)
-        modules = {"encoders": self.encoders, "projectors": custom}
+        modules = {"encoders": self.encoders, "projectors": custom, "generators": self.generators}
         return {**modules, "language_model": self.decoder, "lm_head": self.head}
 
     def config(
@@ -52,10 +56,13 @@ class UnimodalParts:
         encoder_settings: Mapping[str, Mapping[str, Any]],
         unknown_outputs: Sequence[str],  # encoders whose output a callback changes
         dtype: torch.dtype | None,
+        generator_settings: Mapping[str, Mapping[str, Any]],
     ) -> MultimodalConfig:
         """Builds the config, with settings that the user gave or that a forward of each encoder shows."""
-        for label, table in (("token_ids", token_ids), ("encoder_settings", encoder_settings)):
-            _check_names(label, table, tuple(self.encoders), complete=label == "token_ids")
+        kind = "encoder or generator" if self.generators else "encoder"
+        _check_names("token_ids", token_ids, (*self.encoders, *self.generators), True, kind)
+        _check_names("encoder_settings", encoder_settings, tuple(self.encoders), complete=False)
+        _check_names("generator_settings", generator_settings, tuple(self.generators), False, "generator")
         settings = {}
         for name, encoder in self.encoders.items():
             projector = self.projectors[name]
@@ -67,12 +74,26 @@ class UnimodalParts:
             )
             if name not in unknown_outputs:
                 settings[name] = complete_settings(name, encoder, settings[name], extra)
+        generators = {
+            name: replace(
+                GeneratorSettings.from_dict({"token_id": token_ids[name], **generator_settings.get(name, {})}),
+                model_class=type(tower).__name__,
+            )
+            for name, tower in self.generators.items()
+        }
         decoder, head = self.decoder, self.head
         tied = head is None or head.weight is decoder.get_input_embeddings().weight
         return MultimodalConfig(
             encoder_configs={name: encoder.config for name, encoder in self.encoders.items()},
             text_config=decoder.config,
             encoder_settings=settings,
+            generator_configs={
+                name: tower.config
+                if isinstance(tower, PreTrainedModel)
+                else {"_class_name": type(tower).__name__, **tower.config}  # type: ignore[dict-item]
+                for name, tower in self.generators.items()
+            },
+            generator_settings=generators,
             lm_head_bias=head is not None and head.bias is not None,
             tie_word_embeddings=tied and bool(getattr(decoder.config, "tie_word_embeddings", False)),
             dtype=dtype or decoder.dtype,
@@ -151,11 +172,13 @@ def _projector_table(
     return dict.fromkeys(names, projectors)
 
 
-def _check_names(label: str, table: Mapping[str, Any], names: Sequence[str], complete: bool) -> None:
-    """Checks that the keys of an argument are encoders, and all encoders if `complete`."""
+def _check_names(
+    label: str, table: Mapping[str, Any], names: Sequence[str], complete: bool, kind: str = "encoder"
+) -> None:
+    """Checks that the keys of an argument are encoders (or modules of another kind), and all of them if `complete`."""
     for name in table:
         if name not in names:
-            raise ValueError(f"`{label}` has `{name}`, which is not an encoder. Use one of {list(names)}.")
+            raise ValueError(f"`{label}` has `{name}`, which is no {kind}. Use one of {list(names)}.")
     for name in names if complete else ():
         if name not in table:
-            raise ValueError(f"`{label}` has no entry for encoder `{name}`. Add it.")
+            raise ValueError(f"`{label}` has no entry for {kind} `{name}`. Add it.")

@@ -16,11 +16,11 @@ _SIZES = {
     "dp_replicate_size": "dp_size",
     "fsdp_size": "dp_size",
     "dp_shard_size": "dp_size",
+    "ep_size": "ep_size",
 }
 _SHARDED = ("fsdp_size", "dp_shard_size")
 _OWN = "tensor parallelism and sharding follow the model's own plan"
 _REFUSED = {
-    "ep_size": ("experts are divided over ranks that no size of a module describes", "Use `tp_size` or `fsdp_size`"),
     "ep_plan": (_OWN, "Leave it out"),
     "tp_plan": (_OWN, 'Use `"auto"`'),
     "fsdp_plan": (_OWN, "Leave it out"),
@@ -61,7 +61,7 @@ def mesh_settings(value: Any) -> dict[str, Any] | None:
 def num_ranks(value: Any) -> int:
     """Ranks of a mesh; 1 for a value that describes none."""
     count = 1
-    for key in (*_SIZES, "ep_size"):
+    for key in _SIZES.keys() - {"ep_size"}:  # experts are shared by the ranks of the others
         size = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        count = max(count, size or 1) if key == "ep_size" else count * (size or 1)
+        count *= size or 1
     return count

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from ..cost import CostModel, analytic_costs, find_device
 from ..cost.layers import first_backward
 from ..cost.step_planner import StepPlanner
 from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
+from ..data.item_sharding import ItemSharder, Sharder
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
 from ..modeling import accuracy_and_entropy, given_loss, module_parts, prepare_stages, token_loss
 from ..modeling.adapter import Adapter
 from ..modeling.compiled_layers import Compilation, compile_layers
+from ..modeling.expert_parallel import ExpertLoad, load_excess, share_experts
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
 from ..modeling.sequence_parallel import keep_rows_split
@@ -66,7 +69,7 @@ from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .payloads import keeps_rows_split
 from .sharded_model import ShardedModel
-from .step_check import SIGNS, StepCheck, StepTotals, add_up
+from .step_check import SIGNS, LossWeights, StepCheck, StepTotals, add_up
 from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
 from .work import StepResult
 
@@ -125,6 +128,7 @@ class ParallelEngine(nn.Module):
         self.signs = dict.fromkeys(SIGNS, False)  # what this rank has noticed
         self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
+        self._weighed = LossWeights()  # of the losses of the last training step
         self._token_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of `accuracy_and_entropy`
         self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
@@ -143,7 +147,7 @@ class ParallelEngine(nn.Module):
         self.spec = with_tp_dims(model, spec, {name: module.tp_sizes for name, module in plan.modules.items()})
         self.plan = plan
         self.rank = world.rank
-        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._context_sharder(model))
+        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._sharders(model))
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)  # of all ranks
         self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)
@@ -165,14 +169,22 @@ class ParallelEngine(nn.Module):
         self.current_sizes: SampleSizes | None = None
         self.current_workloads: Workloads | None = None
 
-    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder | None:
-        """Makes the sharder of the language model's microbatches; `None` without context parallelism."""
-        if self.plan.modules[LANGUAGE_MODEL].cp_size == 1:
-            return None
+    def _sharders(self, model: PreTrainedModel) -> dict[str, Sharder]:
+        """Makes the sharder of the chunks of each module with context parallelism."""
+        cp_sizes = {name: module.cp_size for name, module in self.plan.modules.items() if module.cp_size > 1}
+        return {
+            name: self._context_sharder(model)
+            if name == LANGUAGE_MODEL
+            else ItemSharder.of(model, self.spec, self.parts[name], name, cp_size)
+            for name, cp_size in cp_sizes.items()
+        }
+
+    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder:
+        """Makes the sharder of the language model's microbatches."""
         media = frozenset().union(*self.encoder_inputs.values())
         windows = layer_windows(model.config.get_text_config(), self.spec.language_model.num_layers)
         costs = layer_costs(self.costs, self.plan)
-        return ContextSharder(self.plan, self.rank, self.spec.placeholders, media, costs, windows)
+        return ContextSharder(self.plan, self.spec.placeholders, media, costs, windows)
 
     def _unused_inputs(self) -> dict[str, frozenset[str]]:
         """Maps modules to the entries of a batch that only other modules' encoders read."""
@@ -186,6 +198,7 @@ class ParallelEngine(nn.Module):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
         self._keep_rows_split()
+        self.expert_loads = dict(self._count_experts()) if self.options.compilation is None else {}
         if self.options.compilation is not None:
             compile_layers(layers, self.options.compilation)
         for name, module in self.plan.modules.items():
@@ -254,8 +267,7 @@ class ParallelEngine(nn.Module):
         sharding = self.plan.modules[key[0]].sharding
         if sharding.zero_stage >= 2:
             start, stop = self.stages[key].layers
-            first = 0 if inputs_require_gradients(self.model) else first_backward(self.spec, key[0])
-            first = min(max(first, start), stop) - start
+            first = min(max(self._first_backward(key[0]), start), stop) - start
             return StagePasses(self.stages[key], self.slices, sums, sharding.reshard_after_forward, first)
         if sum(other[0] == key[0] for other in self.stages) > 1:  # may add to the same gradients
             return None
@@ -284,11 +296,60 @@ class ParallelEngine(nn.Module):
         """Applies tensor parallelism to some parameters of this rank."""
         for module, replica, index in self.stages:
             stage = self.plan.stage(module, replica, index)
-            mesh = self.process_groups.tp_mesh(stage.mesh[stage.cp_rank_of(self.rank)])
+            mesh = self.process_groups.mesh(stage.mesh[stage.cp_rank_of(self.rank)])
             held = self.shards.keys() & set(names)
             owned = {name for name in held if (module, replica, index) in self.shards[name].stages}
+            if self.plan.modules[module].ep_size > 1:
+                experts = {name for name in owned if self.spec.parameters[name].num_experts}
+                owned -= experts
+                self._share_experts(module, index, experts)
             if mesh is not None and owned:
                 self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
+
+    def _share_experts(self, module: str, stage: int, names: Collection[str]) -> None:
+        """Gives this rank its experts of some parameters of a stage."""
+        groups = self.plan.modules[module].expert_groups(stage)
+        group = next(group for group in groups if any(self.rank in tp_group for tp_group in group))
+        tp_group = next(tp_group for tp_group in group if self.rank in tp_group)
+        row = next(ranks for ranks in zip(*group, strict=True) if self.rank in ranks)
+        mesh = self.process_groups.mesh(tuple(chain(*group)))
+        assert mesh is not None
+        by_ranks = self.process_groups.by_ranks
+        first = self._first_backward(module)
+        layers = {name.rpartition(".")[0]: self.spec.parameters[name].layer for name in names}
+        share_experts(
+            self.model, names, mesh, by_ranks.get(tp_group), by_ranks.get(row), lambda name: layers[name] >= first
+        )
+
+    def _count_experts(self) -> Iterator[tuple[StageKey, ExpertLoad]]:
+        """Counts, on the first rank of each tp group, where the tokens of the stages with experts go."""
+        for key, stage in self.stages.items():
+            module = stage.module_spec
+            if module.num_experts and any(self.rank == tp_group[0] for tp_group in self.plan.stage(*key).mesh):
+                layers, count = stage.own_layers, module.num_experts
+                yield key, ExpertLoad(layers, module.num_layers, count, self.device)
+
+    def take_expert_imbalance(self) -> dict[str, float]:
+        """
+        Returns module -> how much more tokens the busiest expert of a layer has had than the mean one since the last
+        call. Collective if the model has experts.
+        """
+        result = {}
+        for name, module in self.spec.modules.items():
+            if not module.num_experts or self.options.compilation is not None:
+                continue
+            counts = torch.zeros(module.num_layers, module.num_experts, device=self.device)
+            for key, load in self.expert_loads.items():
+                if key[0] == name:
+                    counts += load.counts
+                    load.counts.zero_()
+            excess = load_excess(self.world.all_reduce(counts, activity="load of the experts"))
+            result |= {} if excess is None else {name: excess}
+        return result
+
+    def _first_backward(self, module: str) -> int:
+        """The first layer of a module that may have a backward."""
+        return 0 if inputs_require_gradients(self.model) else first_backward(self.spec, module)
 
     def _keep_rows_split(self) -> None:
         """Joins the rows that tp groups share only where something else needs them, see `sequence_parallel`."""
@@ -402,6 +463,7 @@ class ParallelEngine(nn.Module):
         accumulate_in_float32(self.trained)
         if self._first_step is not None:
             self._first_step.start()
+        self._weigh_losses(batch)
         with self._own_randomness():
             result = self._run(batch, self.planner)
         totals, num_unused = self._totals(result, batch)
@@ -424,6 +486,20 @@ class ParallelEngine(nn.Module):
         self._compare_steps(batch)
         self.model.eval()
         return self._run(batch, None, on_logits)
+
+    def _weigh_losses(self, batch: StepBatch) -> None:
+        """Counts the targets of all losses of a step before it runs. Collective, if there are generators."""
+        if not self.spec.generators:
+            return
+        names = (LANGUAGE_MODEL, *self.spec.generators)
+        numbers = torch.zeros(len(names), dtype=torch.int64)
+        for (module, replica, *_), inputs in batch.batches.items():
+            if module in names and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
+                numbers[names.index(module)] += self.stages[module, replica, 0].num_targets(inputs)
+        counts = self.world.all_reduce(numbers, activity="counting targets").tolist()
+        weights = {name: part.generator.settings.loss_weight for name, part in self.parts.items() if part.generator}
+        self._weighed = LossWeights.of(dict(zip(names, counts, strict=True)), weights)
+        self.executor.functions.loss_factors.update(self._weighed.factors)
 
     def _compare_steps(self, batch: StepBatch) -> None:
         """Raises on all ranks unless they are about to run the same step. Collective."""
@@ -481,15 +557,14 @@ class ParallelEngine(nn.Module):
 
     def _totals(self, result: StepResult, batch: StepBatch) -> tuple[StepTotals, int]:
         """Sums a step's numbers over the ranks, and how many parameters each has that it did not use."""
-        assert all(task.module == LANGUAGE_MODEL for task in result.losses), "other losses would not be comparable"
-        losses = [pair for task, pair in result.losses.items() if self.leads_cp_rank(task)]
+        losses = [(task.module, *pair) for task, pair in result.losses.items() if self.leads_cp_rank(task)]
         replicas = {
             key: inputs
             for key, inputs in batch.batches.items()
             if key[0] == LANGUAGE_MODEL and self.plan.stage(key[0], key[1], 0).all_ranks[0] == self.rank
         }
         noticed = {**self.signs, _UNUSED: self.gradient_sync.num_unused()}
-        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed)
+        totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed, self._weighed)
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
@@ -510,8 +585,5 @@ class ParallelEngine(nn.Module):
 
 
 def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Maps modules to the entries of a batch that their encoders read."""
-    return {
-        name: frozenset(entry for modality in part.modalities for entry in part.input_names(modality))
-        for name, part in module_parts(model).items()
-    }
+    """Maps modules to the entries of a batch that only they read: media of encoders, targets of generators."""
+    return {name: frozenset(part.entries) for name, part in module_parts(model).items()}

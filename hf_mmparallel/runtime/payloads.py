@@ -137,6 +137,10 @@ class Payload:
     outputs: tuple[int, ...] | None = None  # indices of `features` among all of the producer's module
     num_outputs: int = 0  # features of the producer's module
 
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        """Counts the tokens of a tensor; a hidden state that is several times wider counts as several."""
+        return math.prod(shape) // self.width
+
     @property
     def tensors_key(self) -> tuple:
         """Equal for payloads with the same tensors of a module for another one, whatever the replicas."""
@@ -158,8 +162,8 @@ class Payloads:
     """The payloads of a plan, computed on first access. Raises `ValueError` for an edge without features."""
 
     def __init__(self, plan: ParallelPlan, spec: ModelSpec):
-        # The planner lets all hidden states of a language model enter a generator; a stage hands over features of
-        # placeholder tokens only.
+        # The planner lets all hidden states of a language model enter a generator that it knows by its sizes; a stage
+        # hands over features of placeholder tokens only.
         for edge in plan.edges:
             if not spec.modules[edge.source].features:
                 raise ValueError(
@@ -195,8 +199,10 @@ class Payloads:
         all_features = self.spec.edge_features(source, target)
         assert all_features is not None or source == target, f"`{source}` has no features for `{target}`"
         if all_features is not None:
-            outputs = self.plan.edge_stages(self._edges[source, target], consumer[1])[consumer[2]]
-            features = tuple(all_features[index] for index in outputs)
+            entering = self.plan.edge_stages(self._edges[source, target], consumer[1])[consumer[2]]
+            features = tuple(all_features[index] for index in entering)
+            of_module = self.spec.modules[source].features
+            outputs = tuple(of_module.index(feature) for feature in features)
         return Payload(
             producer,
             consumer,
@@ -206,7 +212,7 @@ class Payloads:
             needs_grad=self._flow.has_backward(*producer),
             features=features,
             outputs=outputs,
-            num_outputs=len(all_features or ()),
+            num_outputs=0 if all_features is None else len(self.spec.modules[source].features),
         )
 
 

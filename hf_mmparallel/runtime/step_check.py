@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -69,15 +69,18 @@ class StepCheck:
             for replica, microbatches in enumerate(replicas):
                 starts[module, replica] = total
                 total += len(microbatches)
-        # Places for samples, then for inputs, media and cuts of microbatches.
+        # Places for samples, then for inputs and media of microbatches, and for the cuts that have each sample.
         num_samples = len(step.samples)
         values: dict[int, Collection[int]] = dict(mark.samples)
         for kind, numbers in enumerate((mark.inputs, mark.media)):
             first = num_samples + kind * total
             values |= {first + starts[key[:2]] + key[2]: (number,) for key, number in numbers.items()}
-        first = num_samples + 2 * total + starts[LANGUAGE_MODEL, 0]
-        values |= {first + index: (checksum,) for index, checksum in mark.shardings.items()}
-        slack = np.zeros(num_samples + 3 * total, np.int64)
+        first, modules = num_samples + 2 * total, list(step.microbatches)
+        values |= {
+            first + modules.index(module) * num_samples + batch_index: (checksum,)
+            for (module, batch_index), checksum in mark.shardings.items()
+        }
+        slack = np.zeros(first + len(modules) * num_samples, np.int64)
         slack[num_samples + total : num_samples + 2 * total] = MEDIA_ROUNDING
         differ = self._differing(values, slack)
         if not differ:
@@ -86,8 +89,8 @@ class StepCheck:
         table = self._table(max(values.get(place, ()), default=None))
         if place < num_samples:
             raise RuntimeError(f"Sample {step.samples[place]} differs between ranks that share it ({table}). {_SEEDS}")
-        kind, number = divmod(place - num_samples, total)
-        if kind < 2:
+        if place < first:
+            number = (place - num_samples) % total
             module, replica = next(
                 key for key, start in starts.items() if 0 <= number - start < len(step.microbatches[key[0]][key[1]])
             )
@@ -96,11 +99,17 @@ class StepCheck:
                 f"The inputs of microbatch {index} of `{module}`, replica {replica}, differ between the ranks that "
                 f"compute it together ({table}). {_SEEDS}"
             )
-        raise RuntimeError(
-            f"The ranks cut the tokens of {len(differ)} of {sum(map(len, step.microbatches[LANGUAGE_MODEL]))} "
-            f"microbatches of the language model differently, the first of which is {place - first} ({table}). With "
+        number, batch_index = divmod(place - first, num_samples)
+        reason = (
             '`cp_mode="auto"` the cut follows from predicted times, which processors of different kinds can round '
             'differently: use `cp_mode="row"`.'
+            if modules[number] == LANGUAGE_MODEL
+            else "a collator whose `without_media` leaves out more than floating-point entries, ranks can't know the "
+            "images of others: keep the whole numbers that go with them, such as grids and sizes."
+        )
+        raise RuntimeError(
+            f"The ranks cut the chunk of `{modules[number]}` with sample {step.samples[batch_index]} differently for "
+            f"its cp ranks, and those of {len(differ) - 1} other samples ({table}). With {reason}"
         )
 
     def _differing(self, values: Mapping[int, Collection[int]], slack: np.ndarray) -> list[int]:
@@ -129,13 +138,32 @@ were lost.
 
 
 @dataclass(frozen=True)
+class LossWeights:
+    """How the losses of a step count: each is divided by its own targets in the global batch."""
+
+    num_targets: Mapping[str, int] = field(default_factory=dict)  # module -> its targets, in a model with generators
+    # generator -> the factor of its summed loss beside the summed loss of target tokens
+    factors: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, num_targets: Mapping[str, int], weights: Mapping[str, float]) -> LossWeights:
+        """The weights of a step, whose gradients are divided by the number of target tokens at its end."""
+        tokens = max(num_targets[LANGUAGE_MODEL], 1)
+        factors = {name: weight * tokens / max(num_targets[name], 1) for name, weight in weights.items()}
+        return cls(num_targets, factors)
+
+
+@dataclass(frozen=True)
 class StepTotals:
     """Sums over all ranks of one step."""
 
-    loss: torch.Tensor  # float64 scalar on the device, over the target tokens of the global batch
+    # float64 scalar on the device, over the target tokens of the global batch, and generators with their factors
+    loss: torch.Tensor
     num_targets: int  # target tokens
     num_tokens: int  # input tokens with padding
     num_real_tokens: int  # input tokens without padding
+    # module -> its mean loss, of a model with generators
+    losses: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def mean_loss(self) -> torch.Tensor:
@@ -144,19 +172,22 @@ class StepTotals:
 
 def add_up(
     world: World,
-    losses: Iterable[tuple[torch.Tensor, torch.Tensor]],  # of each microbatch that this rank reports
+    # module, sum and targets of each microbatch that this rank reports
+    losses: Iterable[tuple[str, torch.Tensor, torch.Tensor]],
     batches: Iterable[Mapping[str, Any]],  # of each that it counts the tokens of, in host memory
     signs: Mapping[str, int],
+    weighed: LossWeights,
 ) -> tuple[StepTotals, dict[str, int]]:
     """
     Adds up a step over all ranks: the totals, and `signs`, such as how many ranks have noticed each of [`SIGNS`].
     Collective. The host does not wait for the device, on which the loss stays.
     """
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    names = [LANGUAGE_MODEL, *weighed.factors]
+    sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
     numbers = torch.tensor([0, 0, 0, *signs.values()], dtype=torch.int64)
-    for of_microbatch, count in losses:
-        loss += of_microbatch
-        numbers[0] += count
+    for module, of_microbatch, count in losses:
+        sums[names.index(module)] += of_microbatch
+        numbers[0] += count if module == LANGUAGE_MODEL else 0
     for inputs in batches:
         ids = inputs["input_ids"]
         numbers[1] += ids.numel()
@@ -164,5 +195,8 @@ def add_up(
         mask = inputs.get("attention_mask") if words is None else words != 0
         numbers[2] += ids.numel() if mask is None or mask.dim() != 2 else int(mask.sum())
     targets, tokens, real, *num_signs = world.all_reduce(numbers, activity="adding up the step").tolist()
-    world.all_reduce(loss, activity="adding up the loss")
-    return StepTotals(loss, targets, tokens, real), dict(zip(signs, num_signs, strict=True))
+    world.all_reduce(sums, activity="adding up the loss")
+    by_module = dict(zip(names, sums, strict=True))
+    loss = sums[0] + sum(factor * by_module[name] for name, factor in weighed.factors.items())
+    means = {name: by_module[name] / max(count, 1) for name, count in weighed.num_targets.items()}
+    return StepTotals(loss, targets, tokens, real, means), dict(zip(signs, num_signs, strict=True))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
+from ..data.item_sharding import Sharding
 from ..data.step_batch import StepData
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
@@ -115,8 +116,11 @@ class StepInputs:
 
     def makes_logits(self, task: Task) -> bool:
         """Returns whether the first output of the task's stage is logits, from which a loss is computed."""
-        is_sink = all(edge.source != task.module for edge in self.plan.edges)
-        return self.is_last(task) and (task.module == LANGUAGE_MODEL or is_sink)
+        return self.is_last(task) and task.module == LANGUAGE_MODEL
+
+    def makes_loss(self, task: Task) -> bool:
+        """Returns whether the only output of the task's stage is the loss of a generator."""
+        return self.is_last(task) and task.module in self.plan.generators
 
     def is_empty(self, task: Task) -> bool:
         """Returns whether a task has no samples and only takes part in collectives, see [`build_graph`]."""
@@ -143,7 +147,7 @@ class StepInputs:
         """Returns [`~StepInputs.host_batch`] on the device, with the mask words of all that its tokens attend to."""
         if task.key not in self._on_device:
             sharding, inputs = self._sharding(task), send_known(self.host_batch(task), self.device)
-            if sharding is not None:
+            if isinstance(sharding, ContextSharding):
                 stage, cp_rank = self.planned_stage(task), self.cp_rank(task)
                 shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
                 inputs[WORDS] = sharding.shard(cp_rank, self.groups[shared_by], self.device)
@@ -184,7 +188,7 @@ class StepInputs:
             return sharding.num_tokens
         key = _chunk_key(task)
         if key not in self._num_tokens:
-            self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec)
+            self._num_tokens[key] = count_feature_tokens(self._batches[key], self.spec.placeholders)
         return self._num_tokens[key]
 
     def num_local_tokens(self, task: Task) -> Mapping[str, int]:
@@ -208,8 +212,8 @@ class StepInputs:
                 self._owners[key] = FeatureOwners(order, owners, self.planned_stage(task).cp_size)
         return self._owners[key]
 
-    def _sharding(self, task: Task) -> ContextSharding | None:
-        """Returns how the tokens of a task are sharded over its cp ranks; `None` for one cp rank."""
+    def _sharding(self, task: Task) -> Sharding | None:
+        """Returns how the tokens or images of a task are sharded over its cp ranks; `None` for one cp rank."""
         return self._shardings.get(_chunk_key(task))
 
 
@@ -226,7 +230,7 @@ def check_features_computed(inputs: StepInputs, task: Task) -> None:
         absent = [
             index for index, sample in enumerate(samples) if (edge.source, sample) not in inputs.step.location_of
         ]
-        for feature in inputs.spec.modules[edge.source].features:
+        for feature in inputs.spec.edge_features(edge.source, edge.target) or ():
             for index in absent:
                 count = inputs.num_feature_tokens(task)[feature.modality][index]
                 if count:

@@ -68,15 +68,22 @@ class WorkSums:
 
 def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> AbstractContextManager:
     """
-    Counts what a module computes on in a forward, on the first rank of the mesh: at the first stage of the language
-    model, and the attention of every stage of an encoder.
+    Counts what a module computes on in a forward: at the first stage of the language model or of a generator, on the
+    first rank of the mesh, and the attention of every stage of an encoder, on the first of each cp rank, which has
+    images of its own.
     """
-    if inputs.planned_stage(task).all_ranks[0] != inputs.rank:
+    firsts = [tp_group[0] for tp_group in inputs.planned_stage(task).mesh]
+    if inputs.rank not in firsts:
         return nullcontext()
     sums, spec = work.setdefault(task.module, WorkSums()), inputs.spec.modules[task.module]
+    if task.module in inputs.plan.generators:
+        for modality in inputs.spec.modalities(task.module) if task.stage == 0 else ():
+            rows = inputs.num_feature_tokens(task)[modality]
+            sums.add(float(sum(rows)), float(sum(count**2 for count in rows)))
+        return nullcontext()
     if task.module != LANGUAGE_MODEL:
         return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
-    if task.stage == 0:
+    if task.stage == 0 and inputs.rank == firsts[0]:
         sums.add(*language_work(inputs.whole_batch(task), spec.windows))
     return nullcontext()
 

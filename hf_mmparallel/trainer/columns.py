@@ -71,11 +71,10 @@ def check_columns(given: Mapping[str, Any], model: Any, is_planned: bool) -> Non
 
 
 def encoder_columns(model: Any) -> list[str]:
-    """The columns that a composed model routes to its encoders; none of any other model."""
+    """The columns that a composed model routes to its encoders and generators; none of any other model."""
     if not hasattr(model, "multimodal_parts"):
         return []
-    parts = model.multimodal_parts().values()
-    return [name for part in parts for modality in part.modalities for name in part.input_names(modality)]
+    return [name for part in model.multimodal_parts().values() for name in part.entries]
 
 
 def missing_columns(columns: list[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..data.context_tokens import WORDS
 from ..data.packing import unpack
 from ..data.step_batch import StepBatch
 from ..modeling.loss import IGNORE_INDEX
+from ..plan import LANGUAGE_MODEL
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
 from ..world import track_activity
@@ -57,13 +58,25 @@ def _on_host(value: Any) -> Any:
     return value
 
 
+def _generator_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[str, float, float]]:
+    """Returns (generator, summed loss, targets) of each microbatch that this rank reports."""
+    return [
+        (task.module, float(loss), float(count))
+        for task, (loss, count) in losses.items()
+        if task.module != LANGUAGE_MODEL and engine.leads_cp_rank(task)
+    ]
+
+
 def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, int, float, float]]:
-    """Returns (first batch index, samples, summed loss, target tokens) of each microbatch that this rank reports."""
+    """
+    Returns (first batch index, samples, summed loss, target tokens) of each microbatch of the language model that this
+    rank reports.
+    """
     # or of the part of its tokens that this rank has
     return [
         (engine.batch_indices(task)[0], len(engine.batch_indices(task)), float(loss), float(count))
         for task, (loss, count) in losses.items()
-        if engine.leads_cp_rank(task)
+        if task.module == LANGUAGE_MODEL and engine.leads_cp_rank(task)
     ]
 
 
@@ -105,7 +118,8 @@ def check_full_precision(engine: ParallelEngine) -> None:
 class Evaluator:
     """
     Runs evaluations and predictions. The loss is that of the stock Trainer: the mean over samples of the mean over the
-    target tokens of their microbatch of `per_device_eval_batch_size` samples.
+    target tokens of their microbatch of `per_device_eval_batch_size` samples. To it are added the weighted mean losses
+    of generators over all of their targets.
     """
 
     def __init__(
@@ -131,17 +145,21 @@ class Evaluator:
         collector = None if prediction_loss_only else self._collector()
         losses: list[tuple[float, int]] = []
         num_samples, num_targets = 0, 0.0
+        generated: dict[str, list[float]] = {}  # generator -> its summed loss, and its targets
         for batch in batches:
             num_samples += len(batch.step.samples)
             gathered = self._step(batch, collector)
             if world.is_first:
-                sums = [entry for rank_losses, _ in gathered for entry in rank_losses]
+                sums = [entry for rank_losses, *_ in gathered for entry in rank_losses]
+                for name, loss, count in (entry for *_, of_rank in gathered for entry in of_rank):
+                    own = generated.setdefault(name, [0.0, 0.0])
+                    own[0], own[1] = own[0] + loss, own[1] + count
                 num_targets += sum(count for *_, count in sums)
                 means = _mean_losses(sums)
                 losses += means
                 for loss, count in means:
                     containers["losses"].add(torch.full((count,), loss))
-                microbatches = (entry for _, of_rank in gathered for entry in of_rank)
+                microbatches = (entry for _, of_rank, _ in gathered for entry in of_rank)
                 for _, arrays in sorted(microbatches, key=lambda entry: entry[0]):
                     for kind, value in arrays.items():
                         if value is not None:
@@ -155,7 +173,7 @@ class Evaluator:
             arrays: dict[str, Any] = {}
             if world.is_first:
                 arrays = {kind: container.get_arrays() for kind, container in containers.items()}
-            metrics = self._metrics(arrays, losses, prefix) if world.is_first else {}
+            metrics = self._metrics(arrays, losses, prefix, generated) if world.is_first else {}
         metrics = world.broadcast(metrics, "metrics")
         predictions: Any = arrays.get("predictions")
         return EvalLoopOutput(
@@ -168,18 +186,28 @@ class Evaluator:
     def _collector(self) -> _Collector:
         return _Collector(self.engine, self.preprocess_logits, "inputs" in self.args.include_for_metrics)
 
-    def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list]]:
-        """Rank -> its losses, see [`_step_losses`], and its collected microbatches; only rank 0 has them."""
+    def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list, list]]:
+        """
+        Rank -> its losses, see [`_step_losses`], its collected microbatches, and its losses of generators; only rank 0
+        has them.
+        """
         engine = self.engine
         result = engine.evaluate_step(batch, collector)
-        mine = (_step_losses(engine, result.losses), collector.microbatches if collector else [])
+        microbatches = collector.microbatches if collector else []
+        mine = (_step_losses(engine, result.losses), microbatches, _generator_losses(engine, result.losses))
         with track_activity("gathering predictions"):
             gathered = engine.world.gather_tensors(mine)
         if collector:
             collector.microbatches = []
         return gathered
 
-    def _metrics(self, arrays: dict[str, Any], losses: list[tuple[float, int]], prefix: str) -> dict[str, float]:
+    def _metrics(
+        self,
+        arrays: dict[str, Any],
+        losses: list[tuple[float, int]],
+        prefix: str,
+        generated: Mapping[str, Sequence[float]],
+    ) -> dict[str, float]:
         """The metrics with their prefix."""
         metrics: Any = {}
         if self.compute_metrics is not None and arrays["predictions"] is not None and arrays["labels"] is not None:
@@ -194,4 +222,8 @@ class Evaluator:
             losses = finite
         if losses:
             metrics[f"{prefix}_loss"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+        for name, (loss, count) in generated.items():
+            generator = self.engine.parts[name].generator
+            metrics[f"{prefix}_{name}_loss"] = mean = loss / count if count else math.nan
+            metrics[f"{prefix}_loss"] += generator.settings.loss_weight * mean if generator and count else 0.0
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}

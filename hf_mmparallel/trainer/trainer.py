@@ -47,7 +47,7 @@ from .module_groups import learning_rates
 from .start_checks import check_launch, check_overrides, check_trainer
 from .survival import Survival
 from .training_sizes import TrainingSizes
-from .training_steps import check_trainer_state, save_trainer_state
+from .training_steps import ModuleLosses, check_trainer_state, count_generator_targets, save_trainer_state
 
 logger = get_logger(__name__)
 
@@ -130,6 +130,7 @@ class MultimodalParallelTrainer(Trainer):
         self._run = EngineState(self, joins_job())
         self._survival = Survival(self, self._run)
         self.sample_tokens = sample_tokens or self.sample_tokens
+        self._module_losses = ModuleLosses()
         self.engine = self.search = None
         plugin = getattr(args, "plugin", None)
         self.is_planned = plugin is not None and not build.is_single_process(plugin, args.world_size)
@@ -196,7 +197,9 @@ class MultimodalParallelTrainer(Trainer):
             callback.engine, callback.complete = self.engine, self._survival.complete
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics of callbacks and the number of skipped samples."""
+        """Adds the losses of single modules, the metrics of callbacks and the number of skipped samples."""
+        if "loss" in logs:
+            logs.update(self._module_losses.take(self.state.global_step))
         if self.engine is not None:
             if "loss" in logs:
                 logs.update(self._survival.complete(self._run.parallel_metrics))
@@ -276,6 +279,7 @@ class MultimodalParallelTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | int | None:
         """Counts the target tokens of arranged batches for models, too, that do not ask for them."""
+        count_generator_targets(batch_samples, self.model, self.accelerator)
         stock = super()._get_num_items_in_batch(batch_samples, device)
         if stock is not None or not self._run.weighs_batches or not all("labels" in batch for batch in batch_samples):
             return stock
@@ -302,6 +306,10 @@ class MultimodalParallelTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """Weighs the mean loss of an arranged batch by its targets, if the model takes no `num_items_in_batch`."""
+        if "num_generator_targets" in inputs:
+            loss, outputs = result = super().compute_loss(model, inputs, True, num_items_in_batch)
+            self._module_losses.add(getattr(outputs, "losses", None) or {})
+            return result if return_outputs else loss
         # evaluation has the batches of the stock Trainer; arranged ones have as many targets as the arrangement gives
         if num_items_in_batch is None or not (model.training and self._run.weighs_batches):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -359,6 +367,7 @@ class MultimodalParallelTrainer(Trainer):
         self._run.push_saved()
         self._run.saves.note_step()
         loss = self._survival.run_step()
+        self._module_losses.add(self._run.steps.totals.losses)
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()

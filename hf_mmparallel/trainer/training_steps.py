@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,36 @@ class FiniteCheck:
                 "or a low precision overflows. Training goes on, but an update that is not finite spoils the weights: "
                 f"resume from a checkpoint before step {step} with a lower `learning_rate` or `max_grad_norm`."
             )
+
+
+class ModuleLosses:
+    """The losses of single modules, of a model with generators, whose weighted sum is the loss of a step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._last_step = 0  # the last one that was logged
+
+    def add(self, losses: Mapping[str, torch.Tensor]) -> None:
+        """Adds the mean losses of a step, or what a batch adds to them."""
+        for name, loss in losses.items():
+            self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
+
+    def take(self, step: int) -> dict[str, float]:
+        """The means over the steps since the last call, as they are logged."""
+        num_steps, self._last_step = max(step - self._last_step, 1), step
+        means = {f"loss/{name}": float(total) / num_steps for name, total in self._sums.items()}
+        self._sums.clear()
+        return means
+
+
+def count_generator_targets(batches: Sequence[dict[str, Any]], model: Any, accelerator: Any) -> None:
+    """Tells a model with generators how many targets these have in all batches whose losses are added."""
+    generators: Any = getattr(accelerator.unwrap_model(model), "generators", None)
+    if generators and batches:
+        own = [sum(part.num_targets(batch) for batch in batches) for part in generators.values()]
+        counts = accelerator.gather(torch.tensor([own], device=accelerator.device)).sum(0)
+        for batch in batches:
+            batch["num_generator_targets"] = dict(zip(generators, counts.tolist(), strict=True))
 
 
 class TrainingSteps:

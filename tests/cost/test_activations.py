@@ -152,7 +152,7 @@ def test_keys_and_values_repeated_under_a_dense_mask_are_kept(kv_heads):
 
 
 def test_a_mixture_keeps_what_its_chosen_experts_take():
-    check(build("qwen3_moe"), tolerance=0.25)  # tokens are sorted by expert, in copies of their own
+    check(build("qwen3_moe"), tolerance=0.06)  # without what the router keeps
 
 
 def test_activation_functions_keep_as_many_tensors_as_they_take_steps():

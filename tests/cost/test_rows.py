@@ -9,6 +9,7 @@ from hf_mmparallel.arrange import step_balance
 from hf_mmparallel.cost import StepCost, analytic_costs, batch_workloads, find_device
 from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.cost.row_sizes import chunk_sizes
+from hf_mmparallel.data.item_sharding import spread
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
 from tests.cost.models import PLAIN, model
@@ -49,6 +50,30 @@ def test_an_uneven_chunk_computes_its_padding_unless_it_is_packed(attention, pac
     plan = resolve_plan(costs.spec, {})
     assert chunk_sizes(costs, plan, STEP, SIZES)[UNEVEN] == wanted
     assert activation_sizes(costs, plan, STEP, SIZES)[UNEVEN].tolist() == [wanted[2], wanted[0], 1]
+
+
+@pytest.mark.parametrize("cp_size", [2, 3, 4])
+@pytest.mark.parametrize("count", range(1, 10))
+def test_the_cp_ranks_of_an_encoder_wait_for_the_one_with_most_images(count, cp_size):
+    costs = with_attention("sdpa")
+    plan = resolve_plan(costs.spec, {"vision": ModulePlugin(cp_size=cp_size)})
+    sizes = SampleSizes.of_sequences({"vision": [[7] * count], LANGUAGE_MODEL: [[20]]})
+    step = make_step({"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]})
+    busiest = np.bincount(spread(np.full(count, 5), cp_size)).max()
+    found = chunk_sizes(costs, plan, step, sizes)["vision", 0, 0, 0]
+    assert np.array(found) / cp_size == pytest.approx([7 * busiest, 7**2 * busiest, 0])
+    # rank by rank, a forward takes as long as that of the images of the busiest one, without a transfer
+    alone = SampleSizes.of_sequences({"vision": [[7] * int(busiest)], LANGUAGE_MODEL: [[20]]})
+    own = StepCost(costs, resolve_plan(costs.spec, {}), step, alone)(Task("fwd", "vision", 0, 0, 0))
+    assert StepCost(costs, plan, step, sizes)(Task("fwd", "vision", 0, 0, 0)) == pytest.approx(own)
+
+
+def test_one_large_image_among_small_ones_is_what_its_cp_ranks_wait_for():
+    costs = with_attention("sdpa")
+    plan = resolve_plan(costs.spec, {"vision": ModulePlugin(cp_size=4)})
+    sizes = SampleSizes.of_sequences({"vision": [[900, *[10] * 9]], LANGUAGE_MODEL: [[20]]})
+    step = make_step({"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]})
+    assert chunk_sizes(costs, plan, step, sizes)["vision", 0, 0, 0].tokens / 4 == pytest.approx(900, rel=0.1)
 
 
 def test_rows_of_one_length_need_no_dense_mask():

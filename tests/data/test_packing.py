@@ -188,11 +188,11 @@ def test_rows_of_features_are_counted_by_sample(family: str):
     samples[0], samples[2] = samples[2], samples[0]  # a sample without images first
     padded = tiny.collate(data_family(family))(samples)
     packed = packer(family, pad_to_multiple_of=32)(samples)
-    counts = count_feature_tokens(padded, spec)
-    assert count_feature_tokens(packed, spec) == counts
+    counts = count_feature_tokens(padded, spec.placeholders)
+    assert count_feature_tokens(packed, spec.placeholders) == counts
     assert all(len(rows) == 5 for rows in counts.values()) and (family == "llama" or sum(counts["image"]) > 0)
     unpacked = {"input_ids": padded["input_ids"], "attention_words": padded["attention_mask"].long()}
-    assert count_feature_tokens(unpacked, spec) == counts
+    assert count_feature_tokens(unpacked, spec.placeholders) == counts
 
 
 def test_shifted_labels_and_given_positions_are_kept():

@@ -160,7 +160,7 @@ def without_media(samples: list[dict]) -> Dataset:
 def test_tokens_are_counted_where_the_batch_is(family):
     spec, samples = build_model_spec(FAMILIES[family]()), make_dataset(family, 7)
     batch = collate(family)(samples)
-    rows = count_feature_tokens(batch, spec)
+    rows = count_feature_tokens(batch, spec.placeholders)
     listed = size_source(samples, collate(family), spec)(range(7))
     assert listed.tokens[LANGUAGE_MODEL].tolist() == batch["attention_mask"].sum(-1).tolist()
     for name in spec.encoders:

@@ -43,7 +43,7 @@ def test_a_model_on_meta_has_the_same_spec(family):
 def test_rows_are_counted_per_sample(family):
     model = tiny.FAMILIES[family]()
     batch = tiny.collate(family)(tiny.make_dataset(family, 6))
-    rows = count_feature_tokens(batch, build_model_spec(model))
+    rows = count_feature_tokens(batch, build_model_spec(model).placeholders)
     for part in module_parts(model).values():
         for modality, method in part.features.items():
             names = part.input_names(modality)

@@ -8,20 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.cost import StepCost
+from hf_mmparallel.cost import StepCost, analytic_costs
 from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
-from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes, sync_groups
 from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.planning.candidates import CandidateSpace
 from hf_mmparallel.planning.options import ModuleOptions
-from hf_mmparallel.planning.problem import Candidate
+from hf_mmparallel.planning.problem import Candidate, PlanningProblem
 from hf_mmparallel.planning.search import nested_problems, search_plans
 from hf_mmparallel.planning.simulations import AS_FAST, step_planner
 from tests.cost.models import LAYERS, PLAIN
 from tests.deep_cases import deep
+from tests.plan.specs import model_spec, with_experts
 
 from .test_search import BOTH, NEVER, ONE_ORDER, problem_of
 
@@ -143,3 +144,20 @@ def test_state_and_sums_are_those_of_the_plan(sharding):
     cost = StepCost(asked.costs, plan, step, batch, groups)
     expected = sum(map(cost.sync_ms, range(len(groups)))) + optimizer_ms(asked.costs, plan, groups)
     assert sum(options[name].sync_ms(kind, 8, 1) for name, kind in kinds.items()) == pytest.approx(expected, rel=0.02)
+
+
+def test_experts_are_shared_where_their_copies_do_not_fit():
+    """Weights, gradients and state of 8.6 GB of experts, on ranks with 6 GB."""
+    spec = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), 8)
+    language = spec.language_model
+    parameters = tuple(replace(p, shape=(8, 16384, 1024)) if p.num_experts else p for p in language.parameters)
+    spec = replace(spec, modules={LANGUAGE_MODEL: replace(language, parameters=parameters)})
+    sizes = SampleSizes.uniform({LANGUAGE_MODEL: 8}, 32)
+    costs = analytic_costs(spec, PLAIN)
+    fixed = {LANGUAGE_MODEL: {"pp_size": 1, "tp_size": 1, "zero_stage": 0}}
+    problem = PlanningProblem(costs, sizes, 4, 16, memory_bytes=6e9, fixed=fixed)
+    layout = search_plans(problem).best.candidate.layouts[LANGUAGE_MODEL]
+    assert layout.ep_size == 4 == layout.dp_size
+    kept = {LANGUAGE_MODEL: {**fixed[LANGUAGE_MODEL], "ep_size": 2}}
+    for estimated in CandidateSpace(replace(problem, fixed=kept)):
+        assert estimated.estimates[LANGUAGE_MODEL].kind.ep_size == 2

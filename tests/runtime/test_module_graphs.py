@@ -20,7 +20,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_mmparallel.data.context_tokens import ContextSharder
+from hf_mmparallel.data.context_tokens import ContextSharder, ContextSharding
 from hf_mmparallel.data.step_batch import StepData
 from hf_mmparallel.data.step_dataset import RankInputs
 from hf_mmparallel.kernels.bitfield_attention import encode_words
@@ -47,7 +47,7 @@ from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
 
-WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 5}
+WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 4}  # a generator gets rows of the language model
 PLACEHOLDERS = {"sound": 1, "image": 2, "voice": 3, "video": 4}
 FEATURES = {
     "audio": (FeatureSpec("sound", layer=1),),
@@ -56,7 +56,7 @@ FEATURES = {
 }
 TARGETS = {"audio": "vision", "vision": LANGUAGE_MODEL, LANGUAGE_MODEL: "speech"}
 SOURCES = {target: source for source, target in TARGETS.items()}
-LOSSES = (LANGUAGE_MODEL, "speech")  # modules whose last stage makes logits
+LOSSES = (LANGUAGE_MODEL, "speech")  # modules whose last stage makes logits, or the sum of what would be logits
 WORLD_SIZE = 5  # of modules that share ranks
 
 
@@ -95,11 +95,28 @@ class Case:
         for (module, replica, index), chunks in self.step.chunks.items():
             if self.plan.modules[module].cp_size > 1:
                 alone = replace(self.plan, modules={LANGUAGE_MODEL: self.plan.modules[module]}, edges=())
-                sharder = ContextSharder(alone, 0, PLACEHOLDERS, frozenset())
+                sharder = ContextSharder(alone, PLACEHOLDERS, frozenset())
                 for chunk, samples in enumerate(chunks):
                     if samples:
-                        cuts[module, replica, index, chunk] = sharder(self.packed(samples))
+                        cut = sharder(self.packed(samples))
+                        if module in ("audio", "vision"):
+                            cut = self.whole(cut, samples, self.plan.modules[module].cp_size)
+                        cuts[module, replica, index, chunk] = cut
         return cuts
+
+    def whole(self, cut: ContextSharding, samples: Sequence[int], cp_size: int) -> ContextSharding:
+        """A cut in which each sample is whole on some cp rank, and ranks have unlike numbers of tokens, or none."""
+        ranks = [(self.seed + sample**2) % cp_size for sample in samples for _ in range(self.length(sample))]
+        order: Any = [torch.tensor(ranks).eq(rank).nonzero()[:, 0] for rank in range(cp_size)]
+        ids, owners = self.packed(samples)["input_ids"][0], {}
+        for kind, token in PLACEHOLDERS.items():
+            places = [(rank, int((ids[own] == token).sum())) for rank, own in enumerate(order)]
+            found = torch.full((len(ids), 2), -1)
+            for rank, count in places:
+                own = order[rank][ids[order[rank]] == token]
+                found[own] = torch.stack([torch.full((count,), rank), torch.arange(count)], 1)
+            owners[kind] = tuple(found[ids == token].T)
+        return replace(cut, order=order, owners=owners)
 
     def embedded(self, module: str, sample: int) -> Tensor:
         """What a module's first layer starts from: `[tokens, width]`."""
@@ -174,6 +191,9 @@ class LinearStage:
         rows = enumerate(batch["origin"][0].tolist())
         return [(here, number - 1, place) for here, (number, place) in rows if number]
 
+    def num_targets(self, batch: Mapping[str, Any]) -> int:
+        return 1
+
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """Hidden states of this rank's tokens, from a leaf for each sample."""
         rows = [torch.zeros(WIDTHS[self.module], dtype=torch.float64)] * batch["input_ids"].shape[1]
@@ -181,7 +201,7 @@ class LinearStage:
             if sample not in self.leaves:
                 self.leaves[sample] = self.case.embedded(self.module, sample).requires_grad_()
             rows[here] = self.leaves[sample][place]
-        return torch.stack(rows)
+        return torch.stack(rows) if rows else torch.zeros(0, WIDTHS[self.module], dtype=torch.float64)
 
     def __call__(
         self, batch: Mapping[str, Any], hidden: Any, features: Mapping[str, Any], num_tokens: Any
@@ -201,7 +221,7 @@ class LinearStage:
             heads = torch.zeros_like(states)
             for here, sample, place in self.tokens(batch):
                 heads[here] = self.case.head(self.module, sample)[place]
-            outputs.append((states * heads)[None])
+            outputs.append((states * heads)[None] if self.module == LANGUAGE_MODEL else (states * heads).sum())
         for number, spec in enumerate(FEATURES.get(self.module, ())):
             chosen = states[ids == PLACEHOLDERS[spec.modality]]
             outputs.append(chosen @ self.case.projector(self.module, number))

@@ -26,12 +26,12 @@ def checks() -> dict[str, str | None]:
     cases = {
         "equal": StepFingerprint(5, one),
         "equal parts": StepFingerprint(5, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
-        "equal shardings": StepFingerprint(5, one, {rank: 8 + rank, (rank + 1) % 3: 8 + (rank + 1) % 3}),
+        "equal shardings": StepFingerprint(5, one, {(LM, index): 8 + index for index in (rank, (rank + 1) % 3)}),
         "other step": StepFingerprint(5 + rank // 2, {0: 6 + rank}),
         "other sums": StepFingerprint(5, one),
         "other program": StepFingerprint(5, {0: 6 + rank // 2}),
         "other part": StepFingerprint(5, {} if rank == 1 else {1: 3, 2: 7 + rank}),
-        "other cut": StepFingerprint(5, one, {} if rank == 1 else {1: 3, 2: 7 + rank}),
+        "other cut": StepFingerprint(5, one, {} if rank == 1 else {(LM, 1): 3, ("vision", 2): 7 + rank}),
         "equal contents": StepFingerprint(
             5, one, {}, {rank: {8 + rank}, 3: {2}}, {(LM, 0, 1): 3}, {(LM, 0, 2): rank * MEDIA_ROUNDING // 2}
         ),
@@ -62,7 +62,7 @@ def test_ranks_compare_steps_programs_and_cuts():
     assert re.match(r".* ordered .*checksums: rank 0: 6, rank 1: 6, rank 2: 7\)", first["other program"])
     assert re.match(r".* ordered .*checksums: rank 0: 7, rank 2: 9\)", first["other part"])
     assert re.match(r".* sum .*checksums: rank 0: 4, rank 1: 4, rank 2: 5\)", first["other sums"])
-    assert re.match(r".* cut .* 1 of 8 .*is 2 \(checksums: rank 0: 7, rank 2: 9\)", first["other cut"])
+    assert re.match(r".* cut .*`vision` with sample 22 .*\(checksums: rank 0: 7, rank 2: 9\)", first["other cut"])
     assert re.match(r"Sample 23 .*checksums: rank 0: 7, rank 2: 9\)", first["other sample"])
     assert re.match(r"Sample 23 .*checksums: rank 1: 8\)", first["sample read twice"])
     for name, index in (("other inputs", 1), ("other media", 2)):

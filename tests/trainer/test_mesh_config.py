@@ -37,6 +37,8 @@ def test_sizes_are_those_of_the_language_model_whose_ranks_all_share():
         VISION: "dp 2 x tp 2",
         LM: "pp 2 x tp 2",
     }
+    shared = MultimodalParallelPlugin.from_any(DistributedConfig(fsdp_size=4, ep_size=2))
+    assert shared.modules[LM].ep_size == 2 and shared.settings_of(VISION).ep_size == 1
     accelerate = ParallelismConfig(dp_shard_size=2, cp_size=2)
     assert layouts(accelerate) == {VISION: "dp 4, ZeRO-3", LM: "dp 2 x cp 2, ZeRO-3"}
 
@@ -44,7 +46,7 @@ def test_sizes_are_those_of_the_language_model_whose_ranks_all_share():
 @pytest.mark.parametrize(
     "refused",
     [
-        {"ep_size": 2},
+        {"ep_plan": {"layers.*.mlp.experts": "grouped_gemm"}},
         {"tp_plan": {"layers.*.mlp": "colwise"}, "tp_size": 2},
         {"fsdp_plan": {"layers.*": "keep"}},
         {"fsdp_cpu_offload": True},

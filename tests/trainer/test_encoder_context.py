@@ -1,0 +1,117 @@
+"""Ranks that share the images, frames and clips of an encoder give the stock Trainer's losses, norms and weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, AUDIO, LM = "vision", "audio", "language_model"
+CP2 = {"cp_size": 2}
+SHORT: dict[str, Any] = {"max_steps": 3, "warmup_steps": 0}
+BIG, SMALL, MIDDLE = (1, 16, 12), (1, 2, 2), (1, 4, 6)
+# of one sample each: one image, many, images of unlike sizes, none
+IMAGES = ([BIG], [SMALL, SMALL, MIDDLE], [], [], [SMALL, BIG, MIDDLE, SMALL, SMALL], [MIDDLE])
+VIDEOS = ([], [(3, 4, 4)], [], [], [], [(2, 2, 2), (1, 6, 4)])
+
+
+def patches(generator: torch.Generator, name: str, grids: list[tuple[int, int, int]]) -> dict[str, torch.Tensor]:
+    extents = torch.tensor(grids)
+    pixels = torch.randn(int(extents.prod(-1).sum()), 3 * 2 * 8 * 8, generator=generator)
+    main = "pixel_values" if name == "image" else "pixel_values_videos"
+    return {main: pixels, f"{name}_grid_thw": extents}
+
+
+def unlike_images(has_videos: bool) -> list[dict[str, Any]]:
+    """Samples of the Qwen families with images of very different sizes, and videos."""
+    generator, samples = torch.Generator().manual_seed(5), []
+    for index in range(runs.SAMPLES):
+        images, videos = IMAGES[index % 6], VIDEOS[index % 6] if has_videos else []
+        media: list[int] = []
+        for token, grids in ((tiny.MEDIA_TOKEN, images), (tiny.VIDEO_TOKEN, videos)):
+            for frames, rows, columns in grids:
+                media += [102, *[token] * (frames * rows * columns // 4), 103]
+        words = torch.randint(1, 90, (6 + index % 4,), generator=generator).tolist()
+        ids = torch.tensor([*words[:3], *media, *words[3:]])
+        kinds = (ids == tiny.MEDIA_TOKEN).int() + 2 * (ids == tiny.VIDEO_TOKEN).int()
+        sample = {
+            "input_ids": ids,
+            "labels": ids.masked_fill(ids >= 100, -100),
+            "attention_mask": torch.ones_like(ids),
+        }
+        sample["mm_token_type_ids"] = kinds
+        for name, grids in (("image", images), ("video", videos)):
+            if grids:
+                sample |= patches(generator, name, grids)
+        samples.append(sample)
+    return samples
+
+
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+# whose samples -> family, layout, arguments
+ON_THREE: dict[str, Case] = {
+    "images and frames of unlike sizes": ("qwen2_vl", {VISION: CP2}, {"data": True}),
+    "windows": ("qwen2_5_vl", {VISION: CP2}, {"data": True}),
+    "DeepStack, recomputed": ("qwen3_vl", {VISION: {**CP2, "activation_checkpointing": True}}, {"data": False}),
+    "crops of one size": ("internvl", {VISION: CP2}, {}),
+    "sizes of pixels": ("mistral3", {VISION: CP2}, {}),
+    "clips": ("voxtral", {AUDIO: CP2}, {}),
+}
+ON_FOUR: dict[str, Case] = {
+    "with the tokens, on the same ranks": (
+        "llava",
+        {VISION: {**CP2, "tp_size": 2}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2, "cp_block": 8}},
+        {},
+    ),
+    "stages of both, ZeRO-3": (
+        "qwen2_5_vl",
+        {VISION: {**CP2, "pp_size": 2, "zero_stage": 3}, LM: {"colocate_with": VISION, "cp_size": 4, "cp_block": 16}},
+        {"data": True},
+    ),
+    "copies, frozen but for the projector": (
+        "gemma3",
+        {VISION: {**CP2, "dp_size": 2, "freeze": "tower", "colocate_with": LM}, LM: {"dp_size": 4}},
+        {},
+    ),
+    "stages cut inside DeepStack": (
+        "qwen3_vl",
+        {VISION: {**CP2, "pp_size": 2, "zero_stage": 1}, LM: {"colocate_with": VISION, "cp_size": 4, "cp_block": 16}},
+        {"data": False},
+    ),
+    "ZeRO-2, three ranks to one": ("llava", {VISION: {"cp_size": 3, "zero_stage": 2}}, {}),
+    "two encoders": (
+        "qwen2_5_omni",
+        {VISION: CP2, AUDIO: {"colocate_with": VISION, **CP2}, LM: {"pp_size": 2}},
+        {},
+    ),
+}
+
+
+def arguments_of(case: Case) -> dict[str, Any]:
+    arguments = {**SHORT, **case[2]}
+    if "data" in arguments:
+        arguments["data"] = unlike_images(arguments["data"])
+    return arguments
+
+
+def train(cases: dict[str, Case]) -> dict[str, runs.Run]:
+    return {name: runs.parallel_run(case[0], case[1], **arguments_of(case)) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [(3, ON_THREE), (4, ON_FOUR)])
+def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size: int, cases: dict[str, Case]):
+    first = run_distributed(train, world_size, cases, timeout=280)[0]
+    for name, case in cases.items():
+        reference = runs.stock(case[0], freeze=runs.frozen(case[1]), **arguments_of(case))
+        try:
+            runs.assert_same_run(first[name], reference)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error

@@ -1,0 +1,166 @@
+"""Models with a generator behind the language model train in any layout as with the stock Trainer on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_mmparallel import ModulePlugin
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan.resolve import resolve_plan
+from tests import any_to_any as cases
+from tests.any_to_any import IMAGE, LM, VISION
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+SHORT: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
+ON_VISION, ON_LM = {"colocate_with": VISION}, {"colocate_with": LM}
+# Name -> (kinds of generators, ranks, layout, further arguments), which cover kinds x frozen settings x layouts
+LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] = {
+    "U-Net beside vision": (("unet",), 2, {IMAGE: ON_VISION}, {}),
+    "codes beside a frozen language model": (("codes",), 2, {LM: {"freeze": True}, IMAGE: ON_LM}, {}),
+    "copies of vision and a DiT on stages of the language model": (
+        ("dit",),
+        2,
+        {VISION: {**ON_LM, "freeze": "tower"}, LM: {"pp_size": 2}, IMAGE: {"dp_size": 2, **ON_LM}},
+        {},
+    ),
+    "two generators, the first frozen": (
+        ("codes", "unet"),
+        2,
+        {IMAGE: {**ON_VISION, "freeze": "tower"}, "unet": ON_LM},
+        {"microbatch_assignment": "batch_rebalance"},
+    ),
+    "stages of codes, all shared": (
+        ("codes",),
+        2,
+        {VISION: {"pp_size": 2}, LM: {"pp_size": 2, **ON_VISION}, IMAGE: {"pp_size": 2, **ON_VISION}},
+        {},
+    ),
+    "each on ranks of its own, split backwards": (
+        ("dit",),
+        3,
+        {
+            "modules": {VISION: {"freeze": "tower"}, LM: {"split_backward": True}, IMAGE: {"split_backward": True}},
+            "schedule": "zero_bubble",
+        },
+        {},
+    ),
+    "only the projector of a frozen U-Net": (
+        ("unet",),
+        3,
+        {VISION: {"freeze": "tower", **ON_LM}, LM: {"freeze": True, "pp_size": 2}, IMAGE: {"freeze": "tower"}},
+        {},
+    ),
+    "codes and a language model with tensor parallelism": (
+        ("codes",),
+        4,
+        {VISION: {"tp_size": 2, **ON_LM}, LM: {"tp_size": 2}, IMAGE: {"tp_size": 2}},
+        {},
+    ),
+    "copies of all, ZeRO": (
+        ("codes",),
+        4,
+        {VISION: {"dp_size": 2, **ON_LM}, LM: {"dp_size": 2, "zero_stage": 2}, IMAGE: {"dp_size": 2, "zero_stage": 3}},
+        {},
+    ),
+    "copies of a U-Net behind tokens on two ranks": (
+        ("unet",),
+        4,
+        {
+            VISION: {"freeze": "tower", "dp_size": 2, **ON_LM},
+            LM: {"cp_size": 2},
+            IMAGE: {"dp_size": 2, "zero_stage": 1},
+        },
+        {},
+    ),
+    "stages of codes, recomputed": (
+        ("codes",),
+        4,
+        {
+            VISION: ON_LM,
+            LM: {"pp_size": 2, "activation_checkpointing": True},
+            IMAGE: {"pp_size": 2, "activation_checkpointing": True},
+        },
+        {},
+    ),
+}
+
+
+def words(kinds: tuple[str, ...], **settings: Any) -> dict[str, Any]:
+    return {"model": cases.compose(*kinds, **settings), "data": cases.make_dataset(*kinds), **SHORT}
+
+
+def run_all(world_size: int) -> dict[str, runs.Run]:
+    """The layouts with so many ranks, one after the other."""
+    return {
+        name: runs.parallel_run("llava", layout, **words(kinds), **arguments)
+        for name, (kinds, size, layout, arguments) in LAYOUTS.items()
+        if size == world_size
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_layout_equals_the_stock_trainer(world_size: int):
+    found = run_distributed(run_all, world_size, world_size, timeout=280)
+    assert len(found[0]) > 1
+    for name, run in found[0].items():
+        kinds, _, layout, _ = LAYOUTS[name]
+        try:
+            runs.assert_same_run(run, runs.stock("llava", freeze=runs.frozen(layout), **words(kinds)))
+        except AssertionError as error:
+            raise AssertionError(name) from error
+        assert all(rank[name].logs == run.logs for rank in found)
+
+
+def resumed(folder: Any) -> tuple[runs.Run, runs.Run]:
+    """A run of four steps, and one that goes on from the checkpoint after its second step."""
+    layout = {IMAGE: {"dp_size": 2, **ON_LM}, VISION: ON_LM, LM: {"pp_size": 2}}
+    given: dict[str, Any] = {**words(("dit",)), "max_steps": 4}
+    whole = runs.saving_run("llava", folder / "whole", layout, **given)
+    given = {**words(("dit",)), "max_steps": 4}
+    checkpoint = folder / "whole" / "checkpoint-2"
+    return whole, runs.saving_run("llava", folder / "again", layout, checkpoint, **given)
+
+
+def test_a_resumed_run_is_the_same(tmp_path):
+    whole, again = run_distributed(resumed, 2, tmp_path, timeout=240)[0]
+    assert again.logs == whole.logs[:2] + again.logs[2:]
+    for got, want in zip(again.logs, whole.logs, strict=True):
+        assert got == pytest.approx(want, rel=1e-6)
+    assert whole.weights is not None and again.weights is not None
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(again.weights[name], weight, rtol=0, atol=0, equal_nan=True)
+
+
+def logged(parallel: Any, **arguments: Any) -> list[dict[str, float]]:
+    """Losses of modules in training and evaluation."""
+    trainer = runs.make_trainer("llava", parallel, **words(("codes",)), **arguments)
+    trainer.train()
+    trainer.evaluate()
+    names = ("loss/language_model", "loss/image", "eval_image_loss")
+    return [{name: row[name] for name in names if name in row} for row in trainer.state.log_history]
+
+
+def test_the_losses_of_modules_are_logged_and_batches_are_added_up():
+    """Under a plan and on one process with gradient accumulation, where the stock Trainer does not count targets."""
+    planned = run_distributed(logged, 2, {IMAGE: ON_VISION})[0]
+    assert planned[0].keys() == {"loss/language_model", "loss/image"} and "eval_image_loss" in planned[-1]
+    alone = run_distributed(logged, 1, None, global_batch_size=8)[0]
+    assert alone[:2] == [pytest.approx(row, rel=2e-5) for row in planned[:2]]
+    stock = runs.stock_trainer(**words(("codes",)), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="num_generator_targets"):
+        stock.train()
+
+
+@pytest.mark.parametrize("setting", ["pp_size", "tp_size", "zero_stage"])
+def test_blocks_that_are_no_chain_are_not_cut(setting: str):
+    spec = build_model_spec(cases.compose("unet"))
+    sizes = {"dp_size": 2, "zero_stage": 2} if setting == "zero_stage" else {setting: 2}
+    with pytest.raises(ValueError, match=f"`{setting}=2` of `image`"):
+        resolve_plan(spec, {IMAGE: ModulePlugin(**sizes)})  # type: ignore[arg-type]
