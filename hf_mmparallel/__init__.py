@@ -11,6 +11,7 @@ from ._registration import register
 
 if TYPE_CHECKING:
     from .data import ArrangedBatchSampler, ChatCollator, PackingCollator
+    from .kernels.recurrent_layers import start_anew_at_samples
     from .modeling.multimodal_config import MultimodalConfig
     from .modeling.multimodal_model import MultimodalModel
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "parallelize",
     "prepare",
+    "start_anew_at_samples",
 ]
 
 _MODULE_OF = {
@@ -63,6 +65,7 @@ _MODULE_OF = {
     "TimelineCallback": ".trainer.timeline_callback",
     "parallelize": ".trainer",
     "prepare": ".trainer",
+    "start_anew_at_samples": ".kernels.recurrent_layers",
 }
 
 

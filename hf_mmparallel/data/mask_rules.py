@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import unwrap_model
@@ -20,6 +21,7 @@ from transformers.models.auto import modeling_auto
 
 from .._versions import CACHE
 from ..kernels.bitfield_attention import encode_words
+from ..kernels.recurrent_layers import recurrent_kinds
 
 PROBE = "hf_mmparallel_probe"
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
@@ -126,7 +128,8 @@ class MaskRule:
         }
         own = "self" in inspect.signature(self.create_masks).parameters  # it depends on more than the config
         drawn = None if own else self.create_masks(**known, **extra)
-        masks: list[Any] = list(drawn.values()) if isinstance(drawn, Mapping) else [drawn]
+        # recurrent layers have none without padding
+        masks = [mask for mask in tree_leaves(drawn) if mask is not None] or [None]
         if not all(isinstance(mask, _ProbedMask) for mask in masks):
             raise ValueError(
                 f"`{self.name}.create_masks_for_generate` does not use the mask functions of transformers, so mask "
@@ -260,11 +263,12 @@ def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:
     """Raises `ValueError` for models in which more than a mask keeps the samples of a row apart."""
     text = config.get_text_config()
     name = getattr(model_class, "__name__", type(config).__name__)
-    layers = {str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(PLAIN_LAYERS)
+    recurrent = recurrent_kinds(text)
+    layers = {str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(PLAIN_LAYERS) - recurrent
     if getattr(text, "attention_chunk_size", None) and not hasattr(text, "layer_types"):
         layers.add("chunked_attention")
     reason = None
-    if layers or getattr(model_class, "_is_stateful", False):
+    if layers or (getattr(model_class, "_is_stateful", False) and not recurrent):
         kinds = ", ".join(f"`{kind}`" for kind in sorted(layers)) or "recurrent layers"
         reason = f"has {kinds}: one word a token serves only {' and '.join(f'`{kind}`' for kind in PLAIN_LAYERS)}"
     elif getattr(text, "is_encoder_decoder", False):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels.bitfield_attention import decode_words
+from ..kernels.recurrent_layers import recurrent_kinds, start_anew_at_samples
 from ..modeling.loss import IGNORE_INDEX
 from .mask_rules import MaskRule, PositionRule, config_and_class, real_tokens
 from .token_collator import TOKEN_FIELDS, padding_of
@@ -72,8 +73,20 @@ class PackingCollator:
         self._check_attention()
         self.mask_rule = MaskRule(config_or_model)
         self.position_rule = PositionRule(config_or_model)
+        self._let_samples_start_anew(config_or_model)
         if hasattr(collator, "tokenizer"):
             self.tokenizer: Any = collator.tokenizer  # the Trainer saves it beside a model
+
+    def _let_samples_start_anew(self, config_or_model: Any) -> None:
+        """Prepares the recurrent layers of a model; raises `ValueError` for a config that has such layers."""
+        kinds = recurrent_kinds(self.config.get_text_config())
+        if isinstance(config_or_model, torch.nn.Module):
+            start_anew_at_samples(config_or_model)
+        elif kinds:
+            raise ValueError(
+                f"`{type(config_or_model).__name__}` describes layers of type {', '.join(map(repr, sorted(kinds)))}, "
+                "which have to start anew at each sample of a row. Give the model itself."
+            )
 
     def without_media(self, entries: Collection[str] | None = None) -> PackingCollator:
         """

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from .deepspeed_config import deepspeed_settings, read_deepspeed
+from .mesh_config import mesh_settings
 from .methods import SCHEDULES, Schedule
+from .model_spec import LANGUAGE_MODEL
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
@@ -382,6 +384,10 @@ class MultimodalParallelPlugin:
             given in `modules`, including 1, `activation_checkpointing`, the settings of ZeRO, `master_weights` and
             those of offloading are kept; the others are chosen. The string `"auto"` in place of a plugin means
             `auto=True` without further settings.
+        share_ranks (`bool`, *optional*, defaults to `False`):
+            Whether a module that is left out shares the ranks of the language model, with its `tp_size` and its
+            settings of ZeRO, in place of one rank of its own. `DistributedConfig` of transformers and
+            `ParallelismConfig` of accelerate are such layouts.
         planned_for (`PlannedFor`, *optional*):
             What a finished plan was made for: `hf-mmparallel simulate` predicts it for the same. The Trainer has its
             own batch and device.
@@ -404,6 +410,7 @@ class MultimodalParallelPlugin:
     num_microbatches: int | None = None
     plan: ParallelPlan | None = None
     auto: bool = False
+    share_ranks: bool = False
     planned_for: PlannedFor | None = None
     named_schedule: Schedule | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -421,6 +428,12 @@ class MultimodalParallelPlugin:
                 f"`plan={self.plan!r}` is not a plan. Leave it out; `auto: true` searches for the best one."
             )
         read_flag(self.auto, "`auto`")
+        read_flag(self.share_ranks, "`share_ranks`")
+        if self.share_ranks and (self.auto or self.plan is not None):
+            raise ValueError(
+                "`share_ranks=True` has no effect beside `plan` or `auto=True`, which say what shares ranks. Leave it "
+                "out."
+            )
         if self.num_microbatches is not None:
             read_count(self.num_microbatches, "`num_microbatches`", 1)
         if self.planned_for is not None:
@@ -485,6 +498,15 @@ class MultimodalParallelPlugin:
                 result[name] = given
         return result
 
+    def settings_of(self, name: str) -> ModulePlugin:
+        """The settings of a module of the model, also of one that is left out."""
+        if name in self.modules or not self.share_ranks:
+            return self.modules.get(name, ModulePlugin())
+        host = self.modules.get(LANGUAGE_MODEL, ModulePlugin())
+        kept = {key: getattr(host, key) for key in ("tp_size", *SHARDING)}
+        # sizes of its own, `dp_size` is what remains
+        return ModulePlugin(**kept, colocate_with=LANGUAGE_MODEL, named=frozenset({"tp_size", "pp_size", "cp_size"}))
+
     def to_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
         result = {"modules": result}
@@ -496,6 +518,8 @@ class MultimodalParallelPlugin:
             result["plan"] = self.plan.to_dict()
         if self.auto:
             result["auto"] = True
+        if self.share_ranks:
+            result["share_ranks"] = True
         if self.planned_for is not None:
             result["planned_for"] = self.planned_for.to_dict()
         return result
@@ -504,7 +528,8 @@ class MultimodalParallelPlugin:
     def from_any(cls, value: Any) -> MultimodalParallelPlugin:
         """
         Reads a value of `parallel=`: `"auto"`, a plugin, a dict of [`ModulePlugin`], the dict form of either, a JSON
-        string, or the path of a YAML or JSON file with one of these or a saved [`ParallelPlan`].
+        string, or the path of a YAML or JSON file with one of these or a saved [`ParallelPlan`]; or one mesh for all
+        modules, a `DistributedConfig` of transformers or a `ParallelismConfig` of accelerate.
         """
         if isinstance(value, str) and value == AUTO:
             return cls(auto=True)
@@ -514,6 +539,9 @@ class MultimodalParallelPlugin:
             return cls(plan=value, schedule=value.schedule, num_microbatches=value.num_microbatches)
         if isinstance(value, (str, Path)):
             value = _read(value)
+        mesh = mesh_settings(value)
+        if mesh is not None:
+            return cls(modules={LANGUAGE_MODEL: ModulePlugin.from_dict(mesh)}, share_ranks=True)
         if not isinstance(value, Mapping):
             raise ValueError(f'`parallel={value!r}` must be a dict of modules, a plan\'s file, a plugin or "auto".')
         if _is_plan(value):

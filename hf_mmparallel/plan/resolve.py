@@ -481,4 +481,6 @@ def plan_for_model(
         check_trained(plan, spec, plugin.modules)
         return as_trained(plan, spec)
     count = plugin.num_microbatches or num_microbatches
-    return resolve_plan(spec, plugin.modules, world_size, plugin.schedule or "1f1b", count)
+    reject_unknown_keys("The model", list(plugin.modules), list(spec.modules))
+    modules = {name: plugin.settings_of(name) for name in spec.modules}
+    return resolve_plan(spec, modules, world_size, plugin.schedule or "1f1b", count)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
+from ..kernels.recurrent_layers import recurrent_kinds
 from ..modeling.prepare import earliest_selected_layer
 from ..modeling.tensor_parallel import with_tp_dims
 from ..plan import (
@@ -35,6 +36,12 @@ def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
         raise ValueError(
             f"`cp_size` above 1: the layers of `{tower.__name__}` have their own attention code, which sees the "
             "tokens of one rank only. Use `cp_size=1`."
+        )
+    kinds = recurrent_kinds(model.config.get_text_config())
+    if kinds:
+        raise ValueError(
+            f"`cp_size` above 1: `{tower.__name__}` has layers of type {', '.join(map(repr, sorted(kinds)))}, whose "
+            "state goes from token to token of a row, of which each rank would have a part. Use `cp_size=1`."
         )
     try:
         MaskRule(model)

@@ -127,7 +127,7 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
     "parallelism_config": Refused(
         lambda value: value is not None and value.total_size > 1,
         "it is one mesh for the whole model",
-        "Give the sizes of each module in `parallel`.",
+        "Give it as `parallel`, or the sizes of each module there.",
     ),
     "dataloader_in_order": Refused(
         lambda value: not value, "each rank would take the steps in an order of its own", _LEAVE_OUT

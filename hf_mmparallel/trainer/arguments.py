@@ -330,7 +330,7 @@ class MultimodalTrainingArguments(TrainingArguments):
             if launched_processes()[0] > 1:
                 self.use_cpu = True  # accelerate forgets the launcher's choice when it starts several processes
         if self.parallel is not None:
-            self.parallel = _plain_layout(self.parallel)
+            self.parallel = plain_layout(self.parallel)
         if self.resilience is not None:
             outlive_nccl_errors()
         super().__post_init__()
@@ -404,7 +404,7 @@ def _number_or_auto(value: float | str | None) -> float | str | None:
         raise ValueError(f"`memory_limit_gib={value!r}` is neither a number of GiB nor {AUTO!r}.") from error
 
 
-def _plain_layout(parallel: Any) -> dict[str, Any]:
+def plain_layout(parallel: Any) -> dict[str, Any]:
     """The value of `parallel=` as the dict of a plugin, with types that JSON has."""
     try:
         layout = plain_data(MultimodalParallelPlugin.from_any(parallel).to_dict())

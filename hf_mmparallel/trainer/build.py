@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.logging import get_logger
@@ -26,6 +26,7 @@ from ..cost.profile import LayerProfile
 from ..data.mask_rules import MaskRule, PositionRule
 from ..data.packing import ATTENTION, PackingCollator
 from ..data.randomness import seeded
+from ..kernels.recurrent_layers import start_anew_at_samples
 from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling import build_model_spec, check_given_loss
 from ..modeling.adapter import Adapter, adapter_names, add_adapters
@@ -43,6 +44,7 @@ from ..plan import (
     Stage,
     plan_for_model,
 )
+from ..plan.mesh_config import mesh_settings, num_ranks
 from ..plan.plugin import reject_unknown_keys
 from ..plan.resolve import as_trained
 from ..planning.device_detection import device_of_ranks, tf32_is_on
@@ -52,11 +54,13 @@ from ..runtime.host_memory import check_host_memory, check_storage
 from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
 from .argument_table import LIGER_LOSSES
-from .arguments import MultimodalTrainingArguments, check_global_batch
+from .arguments import MultimodalTrainingArguments, check_global_batch, plain_layout
 from .module_groups import check_given
 from .start_checks import check_model
 
 logger = get_logger(__name__)
+
+Arguments = TypeVar("Arguments", bound=TrainingArguments)
 
 
 def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool:
@@ -304,6 +308,44 @@ def _source_of_blank(model: Any) -> str | None:
     return (model.config.name_or_path or None) if is_blank else None
 
 
+def with_mesh_of(model: Any, args: Arguments) -> Arguments:
+    """The arguments with the layout that a model's configuration has, if they have none and no rank holds a share."""
+    mesh = _mesh_of(model)
+    if mesh is None or not isinstance(args, MultimodalTrainingArguments) or args.parallel is not None:
+        return args
+    if base_model_of(model).is_distributed_loading_by_transformers:
+        return args  # the stock Trainer's
+    args = copy.copy(args)
+    args.parallel = plain_layout(mesh)
+    logger.info(f"The layout is the `distributed_config` of the model's configuration, `parallel={args.parallel}`.")
+    return args
+
+
+def _mesh_of(model: Any) -> Any:
+    """The mesh of several ranks in the configuration of a model; `None` if it has none."""
+    mesh = getattr(getattr(model, "config", None), "distributed_config", None)
+    return mesh if num_ranks(mesh) > 1 else None
+
+
+def _check_mesh(model: Any, plugin: MultimodalParallelPlugin) -> None:
+    """Raises `ValueError` for a model that ranks hold shares of already, or whose own layout is another one."""
+    mesh = _mesh_of(model)
+    if mesh is None:
+        return
+    sizes = {f"`{key}={size}`" for key, size in (mesh_settings(mesh) or {}).items() if size != 1}
+    named = ", ".join(sorted(sizes))
+    if base_model_of(model).is_distributed_loading_by_transformers:
+        raise ValueError(
+            f"The model was loaded with `distributed_config` ({named}), and ranks hold shares of its weights. Give "
+            "its id or folder to the Trainer, and the `DistributedConfig` as `parallel`."
+        )
+    if MultimodalParallelPlugin.from_any(mesh).to_dict() != plugin.to_dict():
+        raise ValueError(
+            f"The model's configuration has a `distributed_config` ({named}) that is not the layout in `parallel`. "
+            "Leave one of them out."
+        )
+
+
 def prepare_model(
     model: Any, args: MultimodalTrainingArguments, plugin: MultimodalParallelPlugin, world: World
 ) -> PreparedModel:
@@ -311,6 +353,7 @@ def prepare_model(
     Freezes parts of a model, adds adapters and sets attention functions, in place. Collective. A whole model is equal
     on all ranks; of an id or folder each rank reads only its weights.
     """
+    _check_mesh(model, plugin)
     source = model if isinstance(model, (str, Path)) else _source_of_blank(model)
     configs = adapter_configs(model, plugin)
     whole: Any = build_on_meta(model) if isinstance(model, (str, Path)) else model
@@ -454,7 +497,7 @@ def plan_and_batch(
 
 def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments) -> ParallelPlan:
     if plugin.plan is None:
-        plugin = replace(plugin, modules=recomputed(plugin.modules, spec, args))
+        plugin = replace(plugin, modules=recomputed(plugin, spec, args))
     draft = plan_for_model(plugin, spec, args.world_size)
     dp_size = draft.modules[LANGUAGE_MODEL].dp_size
     plan = plan_for_batch(draft, resolve_batch(args, dp_size), args.per_device_train_batch_size)
@@ -483,10 +526,10 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
 
 
 def recomputed(
-    modules: Mapping[str, ModulePlugin], spec: ModelSpec, args: MultimodalTrainingArguments
+    plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments
 ) -> dict[str, ModulePlugin]:
     """The settings of all modules, with `activation_checkpointing` of the arguments."""
-    settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
+    settings = {name: plugin.settings_of(name) for name in spec.modules}
     every = args.activation_checkpointing
     return {
         name: replace(own, activation_checkpointing=every or own.activation_checkpointing)
@@ -533,6 +576,7 @@ def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any)
         )
     try:
         _ = MaskRule(model), PositionRule(model)  # their checks
+        start_anew_at_samples(model)
     except ValueError as error:
         return RowChoice(False, str(error).rstrip("."))
     return RowChoice(True, f"`{LANGUAGE_MODEL}` has `{ATTENTION}` attention, which keeps them apart")

@@ -120,7 +120,7 @@ def node_layouts(
     )
     selected = {name: earliest_selected_layer(prepared.model, spec.modules[name]) for name in spec.encoders}
     if plan is None:  # stages have any size that the settings leave open
-        modules = recomputed(plugin.modules, spec, args)
+        modules = recomputed(plugin, spec, args)
         tp_sizes = stage_tp_sizes(prepared.model, spec, plugin, min(node_size, costs.device.node_size))
     else:
         modules, tp_sizes = module_settings(plan), tp_sizes_of(plan)  # those of the user's plan are kept

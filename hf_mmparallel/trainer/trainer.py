@@ -125,7 +125,7 @@ class MultimodalParallelTrainer(Trainer):
     ):
         given = dict(inspect.signature(Trainer).bind(model, args, *positional, **kwargs).arguments)
         del given["model"], given["args"]
-        args = args if args is not None else MultimodalTrainingArguments(output_dir="tmp_trainer")
+        args = build.with_mesh_of(model, args or MultimodalTrainingArguments(output_dir="tmp_trainer"))
         check_launch(args)
         self._run = EngineState(self, joins_job())
         self._survival = Survival(self, self._run)

@@ -182,7 +182,7 @@ def test_masks_that_a_word_cannot_say_are_refused(masks: Callable[..., Any], wha
     ("name", "settings", "reason"),
     [
         ("Llama4TextConfig", {}, "`Llama4ForCausalLM` .*`chunked_attention`"),
-        ("Qwen3NextConfig", {}, "`Qwen3NextForCausalLM` .*`linear_attention`"),
+        ("NemotronHConfig", {}, "`NemotronHForCausalLM` .*`moe`"),
         ("RwkvConfig", {}, "`RwkvForCausalLM` has recurrent layers"),
         ("T5Config", {}, "encoder and a decoder"),
         ("MllamaConfig", {}, "images outside the row"),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import masking_utils, modeling_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ..recurrent_layers import recurrent_kinds, starts_anew
 from .attention import bitfield_attention, cast_like_autocast
 from .words import BitfieldMask, encode_words
 
@@ -302,6 +303,11 @@ def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask |
         raise ValueError(
             f"`{name}` attends, or may attend, to another sequence than that of `attention_words`, whose keys have no "
             'words. Use `attn_implementation="sdpa"` for models with cross-attention.'
+        )
+    if not starts_anew(module) and recurrent_kinds(module.config):
+        raise ValueError(
+            f"`{name}` stands among layers that carry a state from one sample of a packed row to the next. Give the "
+            "model itself to `PackingCollator`, or call `hf_mmparallel.start_anew_at_samples(model)`."
         )
     if isinstance(words, Mapping):
         kind = _layer_kind(module)

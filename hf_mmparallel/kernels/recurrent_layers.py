@@ -1,0 +1,214 @@
+"""
+Samples of a packed row in layers that carry a state or a convolution along the row: each sample starts anew.
+
+Such a layer has a *mixer* (Gated DeltaNet, Mamba, a short convolution, lightning attention). Without kernels, its own
+code ignores where the samples of a row begin. Here it gets them as a padded batch, which is exact: it looks back only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils._pytree import tree_map
+from transformers import masking_utils
+
+from .bitfield_attention.words import decode_words
+
+_MASKS: Mapping[str, Any] = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+# types of layers with a state along the row, by the mask that transformers gives them
+RECURRENT_LAYERS = frozenset(
+    kind
+    for kind, mask in _MASKS.items()
+    if masking_utils.create_recurrent_attention_mask in (mask.values() if isinstance(mask, Mapping) else (mask,))
+)
+_CACHES = {"cache", "past_key_values", "cache_params"}  # names of a cache in the forward of a mixer
+_ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # in the source of an attention layer, which tells samples apart by itself
+_OF_ROW = ("attention_words", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_READY, _LENGTHS = "_starts_anew_at_samples", "_sample_lengths"
+
+
+def recurrent_kinds(config: Any) -> set[str]:
+    """The types of layers of a language model that carry a state along the row."""
+    return {str(kind) for kind in getattr(config, "layer_types", None) or ()} & RECURRENT_LAYERS
+
+
+def start_anew_at_samples(model: nn.Module) -> None:
+    """
+    Lets the recurrent layers of a model start anew at each sample of a packed row, in place; a model without any stays
+    as it is. [`PackingCollator`] does it to its model. `attention_words` say where samples begin, or what other
+    packing collators give: `seq_idx`, `cu_seq_lens_q`, or position ids that begin anew.
+
+    Args:
+        model (`torch.nn.Module`): The model, or what of it this rank holds.
+
+    Raises:
+        `ValueError`: For a recurrent layer in which nothing that carries a state is found.
+    """
+    found = [(layer, kind, list(_mixers(layer))) for layer, kind in _layers(model)]
+    for layer, kind, mixers in found:
+        if not mixers and kind in RECURRENT_LAYERS and not getattr(layer, "is_identity_layer", False):
+            raise ValueError(
+                f"`{type(layer).__name__}` is a layer of type {kind!r}, but no module of it takes a cache: what "
+                "carries a state from token to token is unknown. Train it on padded batches, without packing."
+            )
+    for layer, _, mixers in found:
+        if mixers:
+            layer.register_forward_pre_hook(_mask_by_samples, with_kwargs=True)
+        for mixer in mixers:
+            mixer.forward = functools.partial(_run_by_samples, mixer.forward)
+        for module in layer.modules():
+            module.__dict__[_READY] = True
+
+
+def starts_anew(module: nn.Module) -> bool:
+    """Whether the recurrent layers around an attention layer start anew at each sample."""
+    return module.__dict__.get(_READY, False)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The layers of a model with recurrent ones among them that are not prepared yet, and the type of each."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for child in module.children() if recurrent_kinds(config) else ():
+            is_stack = isinstance(child, nn.ModuleList) and len(child) == len(config.layer_types)
+            if is_stack and not any(map(starts_anew, child)):
+                yield from zip(child, config.layer_types, strict=True)
+
+
+def _mixers(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in a layer that carry a state: they take a cache, and attend to nothing."""
+    for child in module.children():
+        takes_cache = not _CACHES.isdisjoint(inspect.signature(child.forward).parameters)
+        is_layer = hasattr(child, "gradient_checkpointing")
+        if takes_cache and not is_layer and not _attends(child):
+            yield child
+        else:
+            yield from _mixers(child)
+
+
+def _attends(module: nn.Module) -> bool:
+    """Whether a module calls an attention function of transformers, itself or in a part."""
+    return any(_calls_attention(type(part)) for part in module.modules())
+
+
+@functools.cache
+def _calls_attention(kind: type[nn.Module]) -> bool:
+    try:
+        return _ATTENTION in inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):  # Python has no source of it
+        return False
+
+
+class _Samples(list[int]):
+    """The lengths of the samples of all rows, in place of a mask of padding."""
+
+
+def _mask_by_samples(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    """
+    A hook that gives a layer, in place of the mask of padding that its mixer gets, the lengths of the samples: the
+    layer keeps its arguments for the recomputation in the backward, before which no hook runs.
+    """
+    lengths = _sample_lengths(kwargs)
+    if lengths is None:
+        return None
+    masks = [name for name, value in kwargs.items() if name.endswith("attention_mask") and _may_be_padding(value)]
+    if not masks:
+        raise ValueError(
+            f"`{type(layer).__name__}` gets no mask of padding, in place of which it could be told of the samples of "
+            "a row. Train it on padded batches, without packing."
+        )
+    return args, {**kwargs, **dict.fromkeys(masks, _Samples(lengths))}
+
+
+def _may_be_padding(mask: Any) -> bool:
+    """Whether a mask is one of padding, as recurrent layers get, or none."""
+    return mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+
+
+def _sample_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
+    """The lengths of the samples of all rows, one after the other; `None` where nothing tells them."""
+    words = inputs.get("attention_words")
+    words = next(iter(words.values())) if isinstance(words, Mapping) else words
+    if words is not None and not isinstance(words, Tensor):
+        raise ValueError(
+            "Layers that carry a state along the row can't compute with the tokens of one rank. Use `cp_size=1`."
+        )
+    if words is not None:
+        return _lengths_of_runs(words, lambda: decode_words(words).segment)
+    seq_idx, bounds, positions = (inputs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "position_ids"))
+    if isinstance(seq_idx, Tensor):
+        return _lengths_of_runs(seq_idx, lambda: seq_idx)
+    if isinstance(bounds, Tensor):
+        return _on_host(bounds, lambda: bounds.diff())
+    masks = [value for name, value in inputs.items() if name.endswith("attention_mask") and value is not None]
+    if isinstance(positions, Tensor) and positions.dim() == 2 and not any(map(_may_be_padding, masks)):
+        return _lengths_of_runs(positions, lambda: masking_utils.find_packed_sequence_indices(positions))
+    return None
+
+
+def _lengths_of_runs(key: Tensor, samples: Callable[[], Tensor]) -> list[int]:
+    """Lengths of the runs of equal numbers in each row of a tensor `[rows, length]`."""
+
+    def of_runs() -> Tensor:
+        begins = torch.ones_like(of_tokens := samples(), dtype=torch.bool)
+        begins[:, 1:] = of_tokens[:, 1:] != of_tokens[:, :-1]
+        ends = begins.flatten().nonzero()[:, 0]
+        return torch.cat([ends, ends.new_tensor([begins.numel()])]).diff()
+
+    return _on_host(key, of_runs)
+
+
+def _on_host(key: Tensor, lengths: Callable[[], Tensor]) -> list[int]:
+    """The lengths as numbers, read once for all layers that get the same tensor."""
+    known = getattr(key, _LENGTHS, None)
+    if known is None:
+        known = lengths().tolist()
+        setattr(key, _LENGTHS, known)
+    return known
+
+
+def _run_by_samples(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer for the samples of its rows, as batches padded at the end to the longest of each."""
+    lengths = kwargs.get("attention_mask")
+    if not isinstance(lengths, _Samples):
+        return forward(*args, **kwargs)
+    hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+    shape = hidden.shape[:2]
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ROW}
+    kwargs["attention_mask"] = None  # padding is a sample of its own
+
+    def is_of_tokens(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape[:2] == shape
+
+    def of_samples(value: Any) -> Any:
+        return value.flatten(0, 1).split(lengths) if is_of_tokens(value) else value
+
+    def batch_of(value: Any) -> Any:
+        is_cut = isinstance(value, tuple) and len(value) == len(lengths) and isinstance(value[0], Tensor)
+        return pad_sequence([value[index] for index in some], batch_first=True) if is_cut else value
+
+    results: list[Tensor] = [hidden] * len(lengths)
+    others: Any = None
+    for some in _of_like_length(lengths):
+        batch = tree_map(lambda value: batch_of(of_samples(value)), (args, kwargs))
+        result = forward(*batch[0], **batch[1])
+        output, others = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
+        for place, index in enumerate(some):
+            results[index] = output[place, : lengths[index]]
+    row = torch.cat(results).unflatten(0, shape)
+    return row if others is None else (row, *others)
+
+
+def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Groups of samples, of which the longest has less than twice the tokens of the shortest."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, length in enumerate(lengths):
+        groups[length.bit_length()].append(index)
+    return [groups[size] for size in sorted(groups)]
