@@ -67,11 +67,10 @@ def make_samples(model: PreTrainedModel, family: str, count: int) -> Samples:
     media = [m for m in (find_media(model, modality) for modality in MODALITIES) if m is not None]
     if any(m.modality == "image" for m in media):
         media = [m for m in media if m.modality != "video"]
-    media = media or [m for m in [_fed_to_forward(model)] if m is not None]
     change = CHANGES[family].batch if family in CHANGES else None
     failures = []
-    for step in (2, 1):
-        samples = _samples(model, media, count, step, change)
+    for fed, step in ((fed, step) for fed in ([media] if media else _fed_to_forward(model)) for step in (2, 1)):
+        samples = _samples(model, fed, count, step, change)
         try:
             with torch.no_grad():
                 loss = model(**samples.collate(samples.rows), use_cache=False).loss
@@ -143,7 +142,7 @@ def find_media(model: PreTrainedModel, modality: str) -> Media | None:
         try:
             with torch.no_grad():
                 output = method(**draw(2))
-            return Media(modality, draw, token, _count_tokens(output) // 2)
+            return Media(modality, draw, token, _count_tokens(output, modality) // 2)
         except Exception as error:  # a wrong guess
             errors.append(f"{type(error).__name__}: {error}")
     if modality == "video":  # images are enough
@@ -151,23 +150,27 @@ def find_media(model: PreTrainedModel, modality: str) -> Media | None:
     raise ValueError(f"No guess of the arguments {names} of `get_{modality}_features` is right: {errors}")
 
 
-def _fed_to_forward(model: PreTrainedModel) -> Media | None:
-    """Images or clips that the model's forward takes without placeholders, as those with cross-attention do."""
+def _fed_to_forward(model: PreTrainedModel) -> Iterator[list[Media]]:
+    """Guesses of images or clips that the model's forward takes without placeholders, such as for cross-attention."""
     names = [n for n in inspect.signature(model.forward).parameters if re.search("pixel_values$|input_features$", n)]
     if not names:
-        return None
-    modality = "image" if "pixel" in names[0] else "audio"
-    return Media(modality, next(iter(_guesses(model, modality, names[:1]))), None, 0)
+        yield []
+    for name in names[:1]:
+        modality = "image" if "pixel" in name else "audio"
+        yield from ([Media(modality, draw, None, 0)] for draw in _guesses(model, modality, [name]))
 
 
-def _count_tokens(output: Any) -> int:
+def _count_tokens(output: Any, modality: str) -> int:
     """The feature tokens in the output of a feature method."""
+    valid = getattr(output, "attention_mask", None)
+    if isinstance(valid, Tensor) and modality == "audio":
+        return int(valid.sum())
     features: Any = output
     for name in ("last_hidden_state", "pooler_output"):
         features = getattr(output, name, None) if getattr(output, name, None) is not None else features
     if isinstance(features, Tensor):
         return features.reshape(-1, features.shape[-1]).shape[0]
-    return sum(_count_tokens(item) for item in features)
+    return sum(_count_tokens(item, modality) for item in features)
 
 
 # Guesses
@@ -193,8 +196,8 @@ def _positions(items: _Items) -> Tensor:
 
 
 def _pixel_mask(items: _Items) -> Tensor:
-    shape = items.value.shape[:2]
-    return torch.ones(shape if items.value.dim() == 3 else (*shape, *items.sides), dtype=torch.int64)
+    shape = items.value.shape
+    return torch.ones(shape[:2] if items.value.dim() == 3 else (*shape[:-3], *items.sides), dtype=torch.int64)
 
 
 BESIDE: tuple[tuple[str, Callable[[_Items], Tensor]], ...] = (

@@ -56,7 +56,9 @@ def _key_heads(place: Place, value: int) -> int:
 
 
 RULES: tuple[tuple[str, Callable[[Place, Any], Any]], ...] = (
-    (r"^vocab_size|_vocab_size$|vocab_size_per_layer_input|^codebook_size", lambda p, v: VOCAB_SIZE),
+    (r"^vocab_size|_vocab_size$|vocab_size_per_layer_input", lambda p, v: VOCAB_SIZE),
+    (r"codebook_size|num_embeddings$|group_vocab$|ngram_vocab_size_base", lambda p, v: min(64, v)),
+    (r"index_kpool", lambda p, v: min(4, v)),
     (r"max_position|n_positions|max_source_pos|max_target_pos|max_seq|seq_length$|n_ctx", lambda p, v: min(v, 128)),
     (r"(rope|nope)_head_dim", lambda p, v: 8),
     (r"^qk_head_dim$", lambda p, v: 16),
@@ -92,8 +94,16 @@ RULES: tuple[tuple[str, Callable[[Place, Any], Any]], ...] = (
     (r"^rotary_dim$", lambda p, v: 8),
     (r"projector_input_dim|merged_hidden_size", lambda p, v: WIDTH),
 )  # fmt: skip
+WHERE_NONE: dict[str, Callable[[Place], int]] = {
+    "head_dim": lambda place: 16 if place.is_text else 8,
+    "n_routed_experts": lambda place: 4,
+    "num_experts_per_tok": lambda place: 2,
+    "n_shared_experts": lambda place: 1,
+    "num_key_value_heads": lambda place: 4,
+}
+"""Settings that no model has by default, and can't be built without."""
 RATES = re.compile(r"drop(out)?(_?(rate|prob|path|p))?$|pdrop$|dropout|layerdrop|drop_path")
-TEXT_PARTS = ("text_config", "llm_config", "language_config", "decoder", "thinker_config", "talker_config")
+TEXT_PARTS = ("encoder", "text_config", "llm_config", "language_config", "decoder", "thinker_config", "talker_config")
 UNTOUCHED = ("transformers_version", "_name_or_path", "model_type", "architectures", "id2label", "label2id")
 
 
@@ -115,8 +125,9 @@ def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _shrunk_values(
-    config: PreTrainedConfig, is_text: bool, known: dict[str, int], ids: Iterator[int]
+    config: PreTrainedConfig, is_text: bool, known: dict[str, int], ids: Iterator[int], is_part: bool = False
 ) -> dict[str, Any]:
+    """The settings of a config that are not the default of its class, which the parts of a model may differ from."""
     parts = {name: part for name in config.sub_configs if isinstance(part := _part(config, name), PreTrainedConfig)}
     old = {k: v for k, v in config.to_dict().items() if k not in parts and k not in UNTOUCHED}
     place = Place(WIDTH if is_text else ENCODER_WIDTH, is_text, old)
@@ -124,11 +135,11 @@ def _shrunk_values(
     values: dict[str, Any] = {}
     for name, value in old.items():
         new = _shrunk_value(name, value, place, layers, known, ids)
-        if new is not value and new != value:
+        if new != value or (is_part and value is not None):
             values[name] = new
     for name, part in parts.items():
         of_text = is_text and (name in TEXT_PARTS or "text" in name)
-        values[name] = {"model_type": part.model_type, **_shrunk_values(part, of_text, known, ids)}
+        values[name] = {"model_type": part.model_type, **_shrunk_values(part, of_text, known, ids, is_part=True)}
     if "rope_parameters" in old and _names_sections(config):
         rope = values.get("rope_parameters") or old["rope_parameters"] or {}
         values["rope_parameters"] = _rope({"mrope_section": [8, 12, 12], **rope}, place)
@@ -187,8 +198,10 @@ def _are_indices(value: Any, count: int) -> bool:
 def _shrunk_value(
     name: str, value: Any, place: Place, layers: list[int], known: dict[str, int], ids: Iterator[int]
 ) -> Any:
-    if value is None and name == "head_dim":
-        return 16 if place.is_text else 8
+    if value is None and name in WHERE_NONE:
+        return WHERE_NONE[name](place)
+    if name == "head_dim" and value == place.old.get("qk_rope_head_dim"):
+        return 8
     if value is None and re.fullmatch(r"(image|video|audio)_token_(id|index)", name):
         return _token(name, 0, known, ids)
     if isinstance(value, (bool, str)) or value is None:
@@ -197,10 +210,17 @@ def _shrunk_value(
         return [[SIDE, SIDE]]
     if RATES.search(name) and isinstance(value, (int, float)):
         return 0.0
-    if re.search(r"(token_id|token_index|_token|_id)s?$", name) and re.search("token|im_|_id$|_ids$", name):
+    if re.search(r"(token_id|token_index|_token|_id)s?$", name) and not name.startswith("num_"):
         return _token(name, value, known, ids)
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
         return _rope(value, place)
+    if name == "per_layer_config":  # layers that differ from the others stay so
+        of_layer = {int(layer): own for layer, own in value.items()}
+        return {
+            layers.index(layer): {n: 2 * _shrunk_value(n, v, place, layers, known, ids) for n, v in own.items()}
+            for layer, own in of_layer.items()
+            if layer in layers
+        }
     if isinstance(value, (list, tuple)) and value:
         count = next(
             (v for n, v in place.old.items() if re.search(r"layers?$|^depth$|^layers$", n) and isinstance(v, int)), 0
@@ -238,11 +258,13 @@ def _token(name: str, value: Any, known: dict[str, int], ids: Iterator[int]) -> 
 
 def _rope(value: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """Rotary settings of narrower heads."""
-    result = {k: _rope(v, place) if isinstance(v, dict) else v for k, v in value.items()}
+    if any(isinstance(v, dict) for v in value.values()):  # by type of layer
+        return {kind: of_kind if of_kind is None else _rope(of_kind, place) for kind, of_kind in value.items()}
+    result = dict(value)
     section = value.get("mrope_section")
     if section:
         share = value.get("partial_rotary_factor") or place.old.get("partial_rotary_factor") or 1
-        half = int((16 if place.is_text else 8) * share) // 2
+        half = int((16 if place.is_text and not place.old.get("qk_rope_head_dim") else 8) * share) // 2
         shares = [max(1, half * part // sum(section)) for part in section]
         shares[-1] += half - sum(shares)
         result["mrope_section"] = shares
@@ -262,6 +284,23 @@ class Change:
     batch: Callable[[dict[str, Tensor]], None] | None = None  # changes a sample in place
 
 
+def _kosmos(row: dict[str, Tensor]) -> None:
+    """Four tokens that are replaced by an image, which are told by a mask."""
+    row["image_embeds_position_mask"] = (torch.arange(len(row["input_ids"])) // 4 == 0).long()
+
+
+_INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+}
+_COMPASS = {
+    kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    for kind in ("full_attention", "sliding_attention")
+}
+_ZAMBA = ["linear_attention", "hybrid"] * 2
 _OMNI = {
     "vision_start_token_id": 130,
     "vision_end_token_id": 131,
@@ -276,7 +315,48 @@ CHANGES: dict[str, Change] = {
     "llama4": Change({"vision_config.intermediate_size": 4 * ENCODER_WIDTH}),
     "step3p7": Change({"text_config.sliding_window": 8}),
     "xmod": Change({"default_language": "en_XX"}),
-    "reformer": Change({"is_decoder": True}),
+    "reformer": Change({"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]}),
+    "mamba2": Change({"num_heads": 8}),
+    "lfm2_moe": Change({"layer_types": ["conv", "full_attention"] * 2}),
+    "zamba": Change({"attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": _ZAMBA}),
+    "zamba2": Change(
+        {
+            "attention_hidden_size": 128,
+            "attention_head_dim": 32,
+            "mamba_headdim": 32,
+            "n_mamba_heads": 4,
+            "layers_block_type": _ZAMBA,
+            "hybrid_layer_ids": [1, 3],
+        }
+    ),
+    "apertus1p5": Change({"audio_config.codebook_dim": ENCODER_WIDTH}),
+    "deepseek_vl_hybrid": Change({"high_res_vision_config.image_size": 2 * SIDE}),
+    "cohere_compass": Change({"text_config.rope_parameters": _COMPASS}),
+    "cohere_compass_text": Change({"rope_parameters": _COMPASS}),
+    "dbrx": Change({"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0}),
+    "ernie4_5_vl_moe": Change(
+        {"text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]}}
+    ),
+    "fun_asr_nano": Change({"adaptor_config.hidden_size": WIDTH, "adaptor_config.intermediate_size": WIDTH // 4}),
+    "granite4_vision": Change(
+        {
+            "vision_config.hidden_size": 64,
+            "deepstack_layer_map": [[-2, 1], [-1, 2]],
+            "downsample_rate": "1/2",
+            "spatial_target_layers": [2, 3],
+        }
+    ),
+    "janus": Change({"vq_config.base_channels": 32, "vq_config.channel_multiplier": [1, 1]}),
+    "kimi_k25": Change({"projection_hidden_size": ENCODER_WIDTH}),
+    "kosmos-2": Change(batch=_kosmos),
+    "molmo2": Change({"adapter_config.vision_feature_layer": [3, 1]}),
+    "muse_glimmer": Change({"out_hidden_size": 4 * ENCODER_WIDTH}),
+    "muse_spark": Change({"out_hidden_size": 4 * ENCODER_WIDTH}),
+    "qwen4_exp": Change({f"text_config.{name}": value for name, value in _INDEXER.items()}),
+    "qwen4_exp_text": Change(_INDEXER),
+    "vibevoice_asr": Change({"acoustic_tokenizer_chunk_size": 3200}),
+    "vipllava": Change({"vision_feature_layer": [-2, -3, 1]}),
+    "gemma3n_text": Change({"num_kv_shared_layers": 0}),
 }
 
 

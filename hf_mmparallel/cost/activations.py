@@ -218,7 +218,7 @@ def is_split(attention: Sequence[Matrix]) -> bool:
 
 
 def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> dict[str, float]:
-    """Share of each parameter of a layer on one rank of a tp group."""
+    """Share of each parameter of a layer on one rank of a tp group, or of those that share experts."""
     module_spec, uses = spec.modules[module], spec.uses.get((module, index), ())
     shape = LayerShape.of(module_spec, uses)
     inside, is_language = 0 <= index < module_spec.num_layers, module == LANGUAGE_MODEL
@@ -230,6 +230,8 @@ def parameter_shares(spec: ModelSpec, module: str, index: int, tp_size: int) -> 
         is_cut = inside or (is_language and (index == module_spec.num_layers or use.parameter.is_lookup))
         is_whole = use.parameter.replicated or len(use.parameter.shape) < 2 or name.startswith(whole)
         result[name] = 1.0 / tp_size if is_cut and not is_whole else 1.0
+        if use.parameter.num_experts and module_spec.expert_ranks:
+            result[name] = 1.0 / len(module_spec.expert_ranks)
     return result
 
 
@@ -275,11 +277,9 @@ def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: in
 
 def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
     """Saved bytes per token for the matrices that read the hidden state, and for adapters."""
-    num_copies = sum(matrix.saves_input(precision) for matrix in group[:-1])
-    if not precision.is_cast:
-        num_copies = min(1, num_copies)
     # tokens are sorted by expert, in a copy of each for every active one
-    saved = float(num_copies * group[0].copies * module_spec.hidden_size * precision.compute)
+    read = [matrix.copies for matrix in group[:-1] if matrix.saves_input(precision)]
+    saved = (sum(read) if precision.is_cast else max(read, default=0.0)) * module_spec.hidden_size * precision.compute
     for matrix in group:
         saved += matrix.adapter_rank * matrix.adapter_bytes
         if matrix.adapter_bytes > precision.stream:

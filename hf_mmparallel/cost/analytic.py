@@ -20,7 +20,7 @@ from .activations import (
     saved_activations,
     with_trainable,
 )
-from .collectives import all_gather, all_reduce
+from .collectives import all_gather, all_reduce, all_to_all
 from .devices import Hardware
 from .layers import BYTES_PER_VALUE, OURS, CostModel, Engine, LayerCost, Polynomial
 
@@ -199,13 +199,19 @@ class AnalyticLayers:
         """See [`LayerCosts`]."""
         return replace(self, first_rank=first_rank)
 
+    def sharing_experts(self, spec: ModelSpec) -> AnalyticLayers:
+        """See [`LayerCosts`]."""
+        return replace(self, spec=spec)
+
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
         module_spec, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
         inside = 0 <= index < module_spec.num_layers
         shares = parameter_shares(self.spec, module, index, tp_size)
         precision = Precision.of(module_spec, self.value_bytes)
-        products_ms = self._products_ms(module_spec, uses, index, shares, precision)
+        # each rank computes its share of what its tp group sends to experts, wherever these are
+        computed = {**shares, **dict.fromkeys(_shared_experts(module_spec, uses), 1.0 / tp_size)}
+        products_ms = self._products_ms(module_spec, uses, index, computed, precision)
         attention_ms = self._attention_ms(module_spec, uses, precision, tp_size) if inside else 0.0
         moved = _weight_bytes(uses, shares, precision, self.engine.fused)
         work = layer_elementwise(module_spec, uses, index, precision, shares, tp_size, self.engine)
@@ -275,8 +281,9 @@ class AnalyticLayers:
         ranks = range(self.first_rank, self.first_rank + tp_size)
         hidden, inside = module_spec.hidden_size * self.value_bytes, 0 <= index < module_spec.num_layers
         one = all_reduce(self.device, ranks).of_tokens(hidden)
+        travels = self._travels(module_spec, uses, tp_size) if inside else Polynomial()
         if tp_size == 1:
-            return Polynomial(), Polynomial()
+            return travels, travels
         gather = all_gather(self.device, ranks).of_tokens(hidden)
         if not inside:
             # rows that the ranks share are joined behind the layers, and their gradients before these
@@ -295,7 +302,24 @@ class AnalyticLayers:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         # outputs of the last matrix of each block, and the gradient of what its other matrices read
         split = sum(len(group) > 1 for group in shape.feed_forwards) + is_split(shape.attention)
-        return one * split, one * split
+        return one * split + travels, one * split + travels
+
+    def _travels(self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], tp_size: int) -> Polynomial:
+        """Milliseconds in which tokens travel to experts and back, evenly over these."""
+        shared = _shared_experts(module_spec, uses)
+        rows = module_spec.expert_ranks[::tp_size]
+        if not shared or len(rows) < 2:
+            return Polynomial()
+        share = next(use.parameter.active_share for use in uses if use.parameter.name in shared)
+        # a token goes to a rank of each tp group unless none of its experts is there
+        is_sent = 1 - (1 - 1 / len(module_spec.expert_ranks)) ** (share * module_spec.num_experts)
+        sent = len(rows) * is_sent * module_spec.hidden_size * self.value_bytes
+        return all_to_all(self.device, rows).of_tokens(sent) * 2.0
+
+
+def _shared_experts(module_spec: ModuleSpec, uses: Sequence[ParameterUse]) -> set[str]:
+    """The parameters of experts that ranks share."""
+    return {use.parameter.name for use in uses if use.parameter.num_experts} if module_spec.expert_ranks else set()
 
 
 def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:

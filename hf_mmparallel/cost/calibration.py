@@ -359,6 +359,10 @@ class CalibratedLayers:
         """See [`LayerCosts`]."""
         return CalibratedLayers(self.base.starting_at(first_rank), self.calibration)
 
+    def sharing_experts(self, spec: ModelSpec) -> CalibratedLayers:
+        """See [`LayerCosts`]."""
+        return CalibratedLayers(self.base.sharing_experts(spec), self.calibration)
+
 
 def without_calibration(costs: CostModel) -> CostModel:
     """The cost model without its corrections, if it has any."""

@@ -71,6 +71,13 @@ def all_gather(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
     return CollectiveTime(tuple(ways))
 
 
+def all_to_all(device: Hardware, ranks: Sequence[int]) -> CollectiveTime:
+    """All-to-all, of the bytes that each rank has for all: it sends those of every other, all at the same time."""
+    if len(ranks) < 2:
+        return CollectiveTime()
+    return CollectiveTime(((_byte_ms(device, ranks), device.step_latency_us(ranks) / 1e3),))
+
+
 def _byte_ms(device: Hardware, ranks: Sequence[int]) -> float:
     """Milliseconds for each byte of which every rank but one sends its share over a link."""
     return (len(ranks) - 1) / len(ranks) / device.link_bytes_per_ms(ranks)

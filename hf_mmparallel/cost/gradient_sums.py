@@ -75,7 +75,7 @@ class GradientSumCosts:
     """What does not depend on the step of its gradient sums: buckets, their order and their times."""
 
     def __init__(self, costs: CostModel, plan: ParallelPlan, sync_groups: Sequence[SyncGroup]):
-        self.costs, self.plan, self.sync_groups = costs, plan, tuple(sync_groups)
+        self.costs, self.plan, self.sync_groups = costs.of_plan(plan), plan, tuple(sync_groups)
         self._lanes: dict[tuple[int, ...], _Lane] = {}
         self._after_ms: dict[int, float] = {}
 
@@ -204,7 +204,7 @@ def optimizer_times(
     Rank -> time of clipping and of the optimizer step, on the device or the CPU, and, where ranks update slices, of
     the all-gather of the weights.
     """
-    device = costs.device
+    costs, device = costs.of_plan(plan), costs.device
     updates, gathers = (dict.fromkeys(range(plan.world_size), 0.0) for _ in range(2))
     transfers: dict[tuple[str, int], PassTransfers | None] = {}
     for key, memory in stage_memories(costs, plan).items():

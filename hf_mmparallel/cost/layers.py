@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from ..plan import ModelSpec
+from ..plan import ModelSpec, ParallelPlan
 from .devices import Hardware
 
 # Traits of an engine that executes layers, where engines differ.
@@ -110,6 +110,10 @@ class LayerCosts(Protocol):
         """Costs for tp groups from this rank of a node on, counted from 0; they may extend into the next node."""
         ...
 
+    def sharing_experts(self, spec: ModelSpec) -> LayerCosts:
+        """Costs for the model whose modules say which ranks share their experts."""
+        ...
+
 
 @dataclass(frozen=True)
 class LayersWithoutSums:
@@ -124,6 +128,10 @@ class LayersWithoutSums:
     def starting_at(self, first_rank: int) -> LayersWithoutSums:
         """See [`LayerCosts`]."""
         return LayersWithoutSums(self.layers.starting_at(first_rank))
+
+    def sharing_experts(self, spec: ModelSpec) -> LayersWithoutSums:
+        """See [`LayerCosts`]."""
+        return LayersWithoutSums(self.layers.sharing_experts(spec))
 
 
 PACKED_ATTENTION = "bitfield"  # the attention function that separates the samples of a packed row
@@ -155,6 +163,20 @@ class CostModel:
     def with_spec(self, spec: ModelSpec) -> CostModel:
         """The same layer costs for the model with other frozen parameters."""
         return replace(self, spec=spec)
+
+    def of_plan(self, plan: ParallelPlan) -> CostModel:
+        """The costs with the ranks that share experts in a plan."""
+        return self.sharing_experts({name: module.expert_ranks for name, module in plan.modules.items()})
+
+    def sharing_experts(self, ranks: Mapping[str, tuple[int, ...]]) -> CostModel:
+        """The costs with the ranks, by module, that share the experts of a layer."""
+        key = tuple((name, of_module) for name, of_module in ranks.items() if of_module)
+        known = self.__dict__.setdefault("_sharing_experts", {(): self})  # one object for each, by which others cache
+        if key not in known:
+            shared = {name: replace(self.spec.modules[name], expert_ranks=of_module) for name, of_module in key}
+            spec = replace(self.spec, modules={**self.spec.modules, **shared})
+            known[key] = replace(self, spec=spec, layers=self.layers.sharing_experts(spec))
+        return known[key]
 
 
 # The layers of a model through which gradients flow.

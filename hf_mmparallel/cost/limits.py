@@ -295,6 +295,7 @@ def batch_workloads(
         `ValueError`: If weights, gradients and optimizer state alone exceed the memory of a rank.
     """
     forward_ms, ratios, row_ms = {}, {}, None
+    costs = costs.of_plan(plan)
     for name, module in plan.modules.items():
         table = layer_table(costs, name, module.tp_size, module.activation_checkpointing)
         layout = RowLayout.of(costs, name, module)

@@ -164,7 +164,7 @@ def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float
 
 def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int) -> PassTransfers | None:
     """Communication in the passes of a stage; `None` if there is none."""
-    planned = plan.modules[module]
+    planned, costs = plan.modules[module], costs.of_plan(plan)
     if planned.sharding.zero_stage < REDUCES_IN_PASSES or num_shards(planned) == 1:
         return None
     stages = [replica[min(index, len(replica) - 1)] for replica in planned.replicas if replica]

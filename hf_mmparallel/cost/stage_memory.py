@@ -319,7 +319,7 @@ class _Head:
 def stage_memory(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> StageMemory:
     """Memory of a stage on each of its ranks."""
     grid = (stage.cp_size, stage.tp_size)
-    planned = plan.modules[module]
+    planned, costs = plan.modules[module], costs.of_plan(plan)
     copies, sharding = planned.dp_size * grid[0], planned.sharding
     shards = _Shards(
         sharding.zero_stage, num_shards(planned), sharding.shard_size is None, sharding.reshard_after_forward
@@ -364,6 +364,10 @@ def _stage_memory(
     if not layers[0] and module_spec.row_shares(tp_size) > 1 and entries.needed[1]:
         saved = entries.saved.copy()
         saved[1] += _array([_hidden(costs, module_spec)])[0]  # all rows, from which the first layer takes its share
+        entries = replace(entries, saved=saved)
+    if layers[0] and entries.needed[1 + layers[0]]:  # the states of taps that it receives
+        saved, received = entries.saved.copy(), module_spec.states_before(layers[0]) - 1
+        saved[1 + layers[0]] += _array([_hidden(costs, module_spec) * received])[0]
         entries = replace(entries, saved=saved)
     layer_indices = [
         i for i in range(-1, module_spec.num_layers + 1) if stage_holds(layers, module_spec.num_layers, i)
@@ -490,24 +494,27 @@ def _weights(
             num_bytes, gradient = num_values * value_bytes, num_values * max(value_bytes, FULL) * p.trainable
             narrow = num_bytes if p.trainable and value_bytes < FULL else 0.0
             result.largest[row] = max(result.largest[row], gradient + narrow)
-            over_tp = tp_size > 1 and p.replicated
+            shares_experts = bool(p.num_experts and spec.modules[module].expert_ranks)
+            over_tp = tp_size > 1 and p.replicated and not shares_experts
             if p.name in seen:
                 result.tied -= 0.0 if over_tp else gradient  # both uses are on this stage
                 continue
             seen.add(p.name)
             own = replace(shards, zero_stage=1) if p.name in spec.tied and used[p.name] == 1 else shards
+            if shares_experts:  # of which there are fewer copies
+                own = replace(own, count=max(1, own.count * tp_size // len(spec.modules[module].expert_ranks)))
             gathers, reduces = own.divides(GATHERS_IN_PASSES), own.divides(REDUCES_IN_PASSES)
-            num_slices = shards.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
+            num_slices = own.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
             if storage.offload_params and not p.trainable and 0 <= index < num_layers:
                 result.streamed[row] += num_bytes
             else:
-                result.total += num_bytes / (shards.count if gathers else 1)
+                result.total += num_bytes / (own.count if gathers else 1)
                 result.gathered[row] += num_bytes * gathers
             if p.trainable:
                 has_master = storage.has_master_weights and value_bytes < FULL
                 result.updated += num_values / num_slices * (FULL if has_master else value_bytes)
                 result.master += num_values / num_slices * FULL * has_master
-            result.gradients[row] += gradient / (shards.count if reduces else 1)
+            result.gradients[row] += gradient / (own.count if reduces else 1)
             result.reduced[row] += gradient * reduces
             if reduces and not can_put_off(spec.modules[module], spec.tied, p, index):
                 result.at_once += gradient
@@ -520,7 +527,8 @@ def _weights(
 def _sent_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:
     """The tensors that a stage sends."""
     is_last = stop == module_spec.num_layers
-    out = Polynomial(token=feature_bytes(costs, module_spec)) if is_last else _hidden(costs, module_spec)
+    hidden = _hidden(costs, module_spec) * module_spec.states_before(stop)
+    out = Polynomial(token=feature_bytes(costs, module_spec)) if is_last else hidden
     gradient = needed[-1] if is_last else needed[stop + 1]
     # gradients of sent tensors are received and concatenated in a backward
     return (out, out, out * 2.0) if gradient else (Polynomial(), out, Polynomial())
@@ -542,7 +550,7 @@ def feature_bytes(costs: CostModel, module_spec: ModuleSpec, merged: bool = True
         return 0.0
     shape = LayerShape.of(module_spec, costs.spec.uses.get((module_spec.name, module_spec.num_layers), ()))
     share = min((share for share, _ in chain_widths(shape)), default=1.0) if merged else 1.0
-    copies = len(module_spec.features) if module_spec.inner_features else 1
+    copies = len(module_spec.features) if module_spec.taps else 1
     return share * copies * costs.spec.language_model.hidden_size * Precision.of(module_spec, costs.value_bytes).stream
 
 

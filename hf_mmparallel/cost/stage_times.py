@@ -347,6 +347,7 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
     known: dict[tuple, StageCost] = {}
     shared: dict[tuple[str, int], PassTransfers | None] = {}
     result = {}
+    costs = costs.of_plan(plan)
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)
@@ -409,12 +410,13 @@ def _blocked_token_ms(costs: CostModel, module: str, stages: Sequence[Stage], in
     """Time per token that a stage spends on sends and receives, if its engine can't overlap them."""
     if not costs.engine.blocking_messages:
         return 0.0
-    num_bytes = costs.value_bytes * costs.spec.modules[module].hidden_size
-    result = 0.0
+    spec, result = costs.spec.modules[module], 0.0
     for other in (index - 1, index + 1):
         if 0 <= other < len(stages):
             grids = [stages[index].all_ranks, stages[other].all_ranks]
             ranks = list(chain(*grids))
+            states = spec.states_before(stages[max(index, other)].layers[0])
+            num_bytes = costs.value_bytes * spec.hidden_size * states
             result += num_bytes / min(map(len, grids)) / costs.engine.message_bytes_per_ms(costs.device, ranks)
     return result
 

@@ -112,7 +112,7 @@ class StepCost:
         keys = [(graph.stages[a], graph.stages[b]) for a, b in pairs.T.tolist()]
         latency_ms, rate = np.array([self._link(*key) for key in keys]).reshape(-1, 2)[kind.ravel()].T
         crosses = np.array([a[0] != b[0] for a, b in keys], bool)[kind.ravel()]
-        width = np.array([self.costs.spec.edge_width(a[0], b[0]) for a, b in keys], np.int64)[kind.ravel()]
+        width = np.array([self._width(*key) for key in keys], np.int64)[kind.ravel()]
         num_tokens = self._chunk_sizes(graph)[0][before]
         num_tokens[crosses] = self._all_crossing(graph, before[crosses], after[crosses])
         times_ms = latency_ms + self.costs.value_bytes * num_tokens * width / rate
@@ -147,6 +147,11 @@ class StepCost:
             sums = np.bincount(place, tokens, len(pairs))
             result[wanted] = sums[np.searchsorted(pairs, chunk[before[wanted]] * count + chunk[after[wanted]])]
         return result
+
+    def _width(self, before: StageKey, after: StageKey) -> int:
+        """Values of a token that crosses between two stages."""
+        width, module = self.costs.spec.edge_width(before[0], after[0]), self.costs.spec.modules[after[0]]
+        return width if before[0] != after[0] else width * module.states_before(self.plan.stage(*after).layers[0])
 
     def _link(self, before: StageKey, after: StageKey) -> tuple[float, float]:
         """Latency in ms, and combined bandwidth in bytes/ms, of the links between two stages."""

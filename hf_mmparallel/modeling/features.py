@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..kernels.bitfield_attention import decode_words
 from ..plan import FeatureSpec
+from .unowned import Elsewhere
 
 
 def feature_specs(modalities: Sequence[str], config: Any) -> tuple[FeatureSpec, ...]:
@@ -80,14 +81,27 @@ class FeatureList(list):
         return getattr(self[0], name)
 
 
+class MergedOutput(BaseModelOutputWithPooling):
+    """An encoder's output with the features that a plan sends to the language model."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        # models hand on what they do not use
+        return Elsewhere(
+            f"The model reads `{name}` of an encoder's output, but a plan sends only the features of placeholders to "
+            "the language model. Train it without `parallel`."
+        )
+
+
 def merge_output(features: Sequence[tuple[FeatureSpec, Tensor]]) -> BaseModelOutputWithPooling:
     """Makes the encoder output that a model's forward merges of the flat features of one modality."""
-    output = BaseModelOutputWithPooling()
+    output = MergedOutput()
     for feature, tensor in features:
         if feature.index is None:
             for name in ("last_hidden_state", feature.field):  # some models merge the former
                 setattr(output, name, FeatureList(tensor))
         else:
-            levels = getattr(output, feature.field, None) or []
+            levels = vars(output).get(feature.field) or []
             setattr(output, feature.field, [*levels, FeatureList(tensor)])
     return output

@@ -142,6 +142,12 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, has_split_rows: bo
 
     def forward(input: Tensor) -> Tensor:
         weight, bias = _shards(layer)
+        if weight.dim() == 2 and input.shape[-1] != layer.in_features // group.size():
+            raise ValueError(
+                f"A `{type(layer).__name__}` gets inputs of width {input.shape[-1]}, but each of the "
+                f"{group.size()} ranks has {layer.in_features // group.size()} of its {layer.in_features} inputs: the "
+                "model's tensor-parallel plan does not cut the layers before it. Use `tp_size=1` for its module."
+            )
         product = _product(layer)(input, weight, None)
         if has_split_rows:
             output = sum_rows(product, group)

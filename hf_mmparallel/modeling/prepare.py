@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
 from .spec import ModulePart, inside, layers_of, module_parts
 from .stages import ModuleStage
-from .unowned import drop_unowned_parameters, identity_layer
+from .unowned import drop_unowned_parameters, identity_layer, is_unowned
 
 # Activation checkpointing, per tower.
 
@@ -119,9 +119,20 @@ def prepare_stages(
         for index in range(len(layers)):
             if index not in keep:
                 layers[index] = identity_layer(layers[index])
+        if keep and module.taps:
+            _pass_unowned_parts(model.get_submodule(module.tower), layers)
         if keep and plan.modules[name].activation_checkpointing:
             enable_checkpointing(model, module.tower, module.stack, recomputation)
     return {key: ModuleStage(model, spec, key[0], stage.layers, parts) for key, stage in owned.items()}
+
+
+def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
+    """Lets what a tower computes of the outputs of inner layers do nothing on ranks that don't have its parameters."""
+    for parts in tower.modules():
+        if isinstance(parts, nn.ModuleList) and parts is not layers:
+            for index, part in enumerate(parts):
+                if all(is_unowned(parameter) for parameter in part.parameters()):
+                    parts[index] = identity_layer(part)
 
 
 def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int | None:

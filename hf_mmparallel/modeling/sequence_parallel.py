@@ -80,6 +80,7 @@ class SplitRows:
         self.group = group
         # Whether the layer gets all rows, and returns all; from one layer to the next the ranks may keep their shares.
         self.takes_all = self.returns_all = True
+        self._num_rows_without = 0  # rows on all ranks in a layer without rotary embeddings
         self._layer: Any = layer
         self._layer.split_rows = self
         self._hooks = [
@@ -95,6 +96,8 @@ class SplitRows:
         del self._layer.split_rows
 
     def _enter_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get(_POSITIONS) is None:
+            self._num_rows_without = _num_rows(kwargs)
         if not self.takes_all or getattr(layer, "is_identity_layer", False):
             return None
         return with_hidden(args, kwargs, split_rows(hidden_of(args, kwargs), self.group))
@@ -108,13 +111,16 @@ class SplitRows:
 
     def _enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # padding stays in a feed-forward, whose rows do not meet
-        num_rows = _num_rows(kwargs) if _POSITIONS in kwargs else None
+        num_rows = None
+        if _POSITIONS in kwargs:
+            num_rows = self._num_rows_without if kwargs[_POSITIONS] is None else _num_rows(kwargs)
         return with_hidden(args, kwargs, gather_rows(hidden_of(args, kwargs), self.group, num_rows))
 
 
 def _num_rows(kwargs: Mapping[str, Any]) -> int:
-    """Returns the number of rows on all ranks of the group, by the cosines that rotate them."""
-    return kwargs[_POSITIONS][0].shape[-2]
+    """Returns the number of rows on all ranks of the group, by the cosines that rotate them or by their positions."""
+    positions = kwargs.get(_POSITIONS)
+    return kwargs["position_ids"].shape[-1] if positions is None else positions[0].shape[-2]
 
 
 def keep_rows_split(layers: Mapping[int, nn.Module], joined_behind: Collection[int]) -> None:

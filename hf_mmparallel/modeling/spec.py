@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import statistics
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,11 +20,14 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from .dtensors import whole_shape
+from .expert_parallel import experts_of
 from .features import feature_specs
 from .forward_inputs import meta_forward, meta_inputs
 from .generators import Generator
 from .tensor_parallel import with_tp_dims
+from .unowned import hidden_of
 
+_MIN_MATRICES = 4  # of an attention, and so of a transformer layer
 ENCODER_OF_MODALITY = {"image": "vision", "video": "vision", "audio": "audio"}
 
 
@@ -158,19 +163,20 @@ def placeholder_token(config: Any, modality: str) -> int | None:
     return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
 
 
-def _setting(config: Any, *names: str) -> Any:
-    """Returns the first of some settings that a config has. Raises `ValueError` if it differs between layers."""
+def _setting(config: Any, *names: str, combine: Callable[..., Any] = math.gcd) -> Any:
+    """Returns the first of some settings that a config has, or what `combine` makes of those of unlike layers."""
     for name in names:
         try:
             value = getattr(config, name, None)
-        except AmbiguousGlobalPerLayerAttributeError as error:
-            raise ValueError(
-                f"`{type(config).__name__}` has a `{name}` for each layer, but a plan needs equal layers within a "
-                "module. Train it without `parallel`."
-            ) from error
+        except AmbiguousGlobalPerLayerAttributeError:
+            value = combine(*(getattr(layer, name) for layer in config.per_layer_config))
         if value is not None:
             return value
     return None
+
+
+def _rounded_mean(*values: int) -> int:
+    return round(statistics.mean(values))
 
 
 def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
@@ -180,16 +186,32 @@ def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
     return layers
 
 
+def are_layers(modules: nn.ModuleList) -> bool:
+    """Returns whether a list has at least two modules, of one class with at least the matrices of an attention."""
+    kinds = {type(module) for module in modules}
+    if len(modules) < 2 or len(kinds) > 1 or nn.Module in kinds:
+        return False
+    return min(sum(p.dim() == 2 for p in module.parameters()) for module in modules) >= _MIN_MATRICES
+
+
 def find_stack(model: nn.Module, tower: str) -> str:
     """Names the list of layers in `tower` that is split into stages. Raises `ValueError` without a `ModuleList`."""
-    best, largest, outer = None, (-1, -1), []
-    for name, module in model.get_submodule(tower).named_modules():
+    best, highest, outer = None, (False, False, -1, -1), []
+    root = model.get_submodule(tower)
+    models = [name for name, module in root.named_modules() if name and isinstance(module, PreTrainedModel)]
+    for name, module in root.named_modules():
         if not isinstance(module, nn.ModuleList) or any(inside(name, prefix) for prefix in outer):
             continue
         outer.append(name)
-        size = (len(module), sum(parameter.numel() for parameter in module.parameters()))
-        if size > largest:  # the longest one outside of other lists
-            best, largest = name, size
+        if any(isinstance(part, nn.ModuleList) for part in module):  # is not called as one layer
+            continue
+        # Transformer layers rather than convolutions, those of the tower rather than of models in it, such as the
+        # encoders of images in Phi-4; the longest list outside of other lists.
+        is_own = not any(inside(name, other) for other in models)
+        size = sum(parameter.numel() for parameter in module.parameters())
+        rank = (are_layers(module), is_own, len(module), size)
+        if rank > highest:
+            best, highest = name, rank
     if best is None:
         raise ValueError(f"`{tower}` has no list of layers (`nn.ModuleList`). Use a model whose modules have one.")
     return ".".join(filter(None, (tower, best)))
@@ -204,12 +226,15 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
     locations = _parameter_locations(model, parts, stacks)
     by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
+    experts = {id(p): module.num_experts for module in experts_of(model).values() for p in module.parameters()}
     for name, parameter in model.named_parameters():
         module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(whole_shape(parameter))
         share = active_share(model, name, shape)
-        by_module[module].append(ParameterSpec(name, shape, layer, dtype, bool(parameter.requires_grad), share))
+        trainable, num_experts = bool(parameter.requires_grad), experts.get(id(parameter), 0)
+        entry = ParameterSpec(name, shape, layer, dtype, trainable, share, num_experts=num_experts)
+        by_module[module].append(entry)
     modules = {
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
     }
@@ -260,31 +285,48 @@ def _parameter_locations(
             layer = lengths[module]
         locations[name] = (module, layer)
     for module, part in parts.items():
-        early = [name for name, location in locations.items() if location == (module, -1) and inside(name, part.tower)]
-        for name in _used_after(model, part.tower, stacks[module], early):
-            locations[name] = (module, lengths[module])
+        own = {
+            name: layer for name, (owner, layer) in locations.items() if owner == module and inside(name, part.tower)
+        }
+        ends = {name: layer for name, layer in own.items() if layer in (-1, lengths[module])}
+        for name, layer in _order_of_use(model, part.tower, stacks[module], ends).items():
+            locations[name] = (module, layer)
     return locations
 
 
-def _used_after(model: PreTrainedModel, tower: str, stack: str, names: Sequence[str]) -> list[str]:
-    """Picks those of `names` that are registered before the layers but used only after them (OPT's last norm)."""
-    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+def _order_of_use(model: PreTrainedModel, tower: str, stack: str, locations: Mapping[str, int]) -> dict[str, int]:
+    """
+    Maps parameters that are registered on the other side of the layers than they are used on to their location: after
+    the layers (OPT's last norm), or before them, as all that text does not use (Phi-4's encoders of images).
+    """
+    owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in locations}
     # embeddings and convolutions are always before the layers
-    unsure = {name: owner for name, owner in owners.items() if not isinstance(owner, (nn.Embedding, _ConvNd))}
+    unsure = {
+        name: owner
+        for name, owner in owners.items()
+        if locations[name] >= 0 or not isinstance(owner, (nn.Embedding, _ConvNd))
+    }
     whole: Any = model.get_submodule(tower)
     inputs = meta_inputs(whole) if unsure and isinstance(whole, PreTrainedModel) else None
     if inputs is None:
-        return []
+        return {}
     called: list[nn.Module] = []
     watched = [*{id(owner): owner for owner in unsure.values()}.values(), last := layers_of(model, stack)[-1]]
     hooks = [module.register_forward_pre_hook(lambda module, args: called.append(module)) for module in watched]
     try:
-        meta_forward(whole, **inputs)
+        output = meta_forward(whole, **inputs)
     finally:
         for hook in hooks:
             hook.remove()
     start = called.index(last) if last in called else len(called)
-    return [name for name, owner in unsure.items() if owner in called[start:] and owner not in called[:start]]
+    before, after = called[:start], called[start:]
+    result = {}
+    for name, owner in unsure.items():
+        if locations[name] < 0 and owner in after and owner not in before:
+            result[name] = len(layers_of(model, stack))
+        elif locations[name] >= 0 and output is not None and "input_ids" in inputs and owner not in after:
+            result[name] = -1
+    return result
 
 
 def _tied(model: PreTrainedModel, locations: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
@@ -334,14 +376,15 @@ def _module_spec(
         parameters=parameters,
         features=features,
         tower=part.tower,
-        inner_features=any(feature.index is not None for feature in features),
+        taps=tuple(sorted(config.deepstack_visual_indexes)) if any(f.index is not None for f in features) else (),
         is_chain=is_chain,
-        head_dim=_setting(config, "head_dim"),
+        head_dim=_setting(config, "head_dim", combine=_rounded_mean),
         attention=getattr(config, "_attn_implementation", None) or "sdpa",
         activation_copies=activation_copies(
             _setting(config, "hidden_act", "hidden_activation", "activation_function")
         ),
         windows=attention_windows(config, len(layers)),
+        hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
     )
 
 
@@ -353,12 +396,33 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
         window = (config.window_size // config.patch_size) ** 2
         return tuple(0 if layer in full_layers else window for layer in range(num_layers))
     # configs of language models list the sliding layers or have one window for all
-    window = _setting(config, "sliding_window")
+    window = _setting(config, "sliding_window", combine=lambda *windows: windows)
+    if isinstance(window, tuple):
+        return tuple(own or 0 for own in window)
     if not isinstance(window, int):
         return ()
     kinds = _setting(config, "layer_types") or ["sliding_attention"] * num_layers
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if len(windows) == num_layers and any(windows) else ()
+
+
+def _hidden_shape(tower: nn.Module, first: nn.Module, hidden_size: int) -> tuple[int, ...]:
+    """Returns the shape of a token's hidden state at the first layer of a decoder; empty for `(hidden_size,)`."""
+    inputs = meta_inputs(tower) if isinstance(tower, PreTrainedModel) else None
+    if inputs is None or "input_ids" not in inputs:
+        return ()
+    shapes: list[tuple[int, ...]] = []
+
+    def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes.append(tuple(hidden_of(args, kwargs).shape[2:]))
+        raise StopIteration
+
+    hook = first.register_forward_pre_hook(stop, with_kwargs=True)
+    meta_forward(tower, **inputs)
+    if not shapes:  # a forward without a mask may read values of the position ids
+        meta_forward(tower, **inputs, attention_mask=torch.ones(1, 4, dtype=torch.int64, device="cpu"))
+    hook.remove()
+    return shapes[0] if shapes and shapes[0] != (hidden_size,) else ()
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
+from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output
+from .forward_inputs import required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
 from .spec import ModulePart, layers_of, module_parts
@@ -45,10 +47,18 @@ class StageRun:
 
     first: int  # the received hidden state replaces its input
     stop: int  # the layer at whose entry the forward stops
-    hidden: Tensor | None = None  # the received hidden state, `None` in a first stage
+    # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
+    received: dict[int, Tensor] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages
+    kept: dict[int, Tensor] = field(default_factory=dict)
     probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
     dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The received hidden state that replaces the input of the first layer; `None` in a first stage."""
+        return self.received.get(self.first - 1)
 
 
 class LayerInterceptor:
@@ -98,18 +108,24 @@ class LayerInterceptor:
 
     def _after(self, index: int):
         """
-        Gives the received hidden state also as the output of layer `first - 1`, for encoders that select outputs of
-        layers (`vision_feature_layer=-2`): transformers records them behind each layer, and would find that of an
-        identity layer.
+        Gives received hidden states also as the outputs of the earlier layers that they are of, for encoders that read
+        outputs of layers behind the last one (DeepStack, `vision_feature_layer=-2`), and would find those of identity
+        layers; keeps the outputs of taps for later stages.
         """
 
         def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):
             run = self.run
-            if run is None or run.hidden is None or index != run.first - 1:
+            if run is None:
                 return None
-            if isinstance(output, tuple):
-                return (run.hidden.to(output[0].dtype), *output[1:])
-            return run.hidden.to(output.dtype)
+            state = output[0] if isinstance(output, tuple) else output
+            is_given = index in run.received
+            if is_given:
+                state = run.received[index].to(state.dtype)
+            if index in run.taps:
+                run.kept[index] = state
+            if not is_given:
+                return None
+            return (state, *output[1:]) if isinstance(output, tuple) else state
 
         return hook
 
@@ -121,7 +137,7 @@ class LayerInterceptor:
         for index, layer in own.items():
             if index not in self._passed:
                 self._passed[index] = passed = identity_layer(layer)
-                # the same hooks: ours, and those by which transformers records hidden states
+                # the same hooks, also those that are added in a later forward
                 vars(passed).update({name: value for name, value in vars(layer).items() if "hooks" in name})
             self.layers[index] = self._passed[index]
         try:
@@ -230,6 +246,14 @@ def cast_values(model: nn.Module, dtype: torch.dtype) -> None:
     model._apply(cast)
 
 
+def _nan_tokens(values: Tensor, attention_mask: Any) -> Tensor:
+    """Returns which tokens of `[batch, sequence, ...]` have a NaN, padding apart if a mask tells it."""
+    tokens = values.isnan().flatten(2).any(-1) if values.dim() > 2 else values.isnan()
+    if isinstance(attention_mask, Tensor) and attention_mask.shape == tokens.shape:
+        return tokens & (attention_mask != 0).to(tokens.device)
+    return tokens
+
+
 @dataclass(frozen=True)
 class OwnLoss:
     """The loss of a model's own forward, and the loss that a plan sums for the same labels and logits; scalars."""
@@ -245,7 +269,7 @@ class _Encoded:
     """The result of an encoder's layers for one modality."""
 
     output: Any = None  # if its last layer was run
-    hidden: Tensor | None = None  # otherwise what leaves the layers
+    states: list[Tensor] = field(default_factory=list)  # otherwise what leaves the layers: a hidden state, and taps
 
 
 class ModuleStage:
@@ -266,7 +290,7 @@ class ModuleStage:
         self.parts = module_parts(model) if parts is None else parts
         is_whole = self.is_first and self.is_last
         self._interceptor = None if is_whole else LayerInterceptor.of(layers_of(model, self.module_spec.stack))
-        self._checked = False
+        self._checked: set[frozenset[str]] = set()  # the names of the inputs of calls whose outputs were looked at
         self.row_shares = 1  # ranks among which the rows that it receives are divided
         # the next forward with logits and targets records the model's own loss
         self.asks_own_loss = False
@@ -278,6 +302,12 @@ class ModuleStage:
         head = model.get_output_embeddings()
         if module_name == LANGUAGE_MODEL and type(head) is nn.Linear and self.is_last:
             return_lazy_logits(head)
+
+    @cached_property
+    def _required_inputs(self) -> frozenset[str]:
+        """Inputs of encoders that the model's forward has to be given, also if it is given their outputs."""
+        names = {name for part in self.parts.values() for m in part.modalities for name in part.input_names(m)}
+        return frozenset(names.intersection(required_arguments(self.model)))
 
     @property
     def module_spec(self) -> ModuleSpec:
@@ -322,17 +352,15 @@ class ModuleStage:
             return []
         if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
-            return [torch.Size((batch, -(-length // self.row_shares), self.module_spec.hidden_size))]
+            return [torch.Size((batch, -(-length // self.row_shares), *self.module_spec.token_shape))]
         shapes = []
         with torch.no_grad():
             if self.parts[self.module_name].generator is not None:
                 encoded = self._generated(inputs, self._blank_rows(inputs), StageRun(*self.layers, probe=True))
-                assert encoded.hidden is not None
-                return [encoded.hidden.shape]
+                return [state.shape for state in encoded.states]
             for modality in self.present(inputs):  # one each for an encoder
-                encoded = self._encode(modality, inputs, StageRun(*self.layers, probe=True))
-                assert encoded.hidden is not None
-                shapes.append(encoded.hidden.shape)
+                (arrived,) = self._encode(modality, inputs, StageRun(*self.layers, probe=True)).states
+                shapes += [arrived.shape] * self.module_spec.states_before(self.layers[0])
         return shapes
 
     def __call__(
@@ -363,6 +391,18 @@ class ModuleStage:
         generator = self.parts[self.module_name].generator
         return num_target_tokens(inputs) if generator is None else generator.num_targets(inputs)
 
+    def run_without_tokens(self, device: torch.device) -> Tensor:
+        """Runs the layers without tokens of this rank, see [`without_tokens`], and returns their output `[0, D]`."""
+        hidden = torch.zeros(0, self.module_spec.hidden_size, dtype=self.input_dtype, device=device)
+        with self.without_tokens():
+            for layer in self.own_layers.values():
+                hidden = layer(hidden)
+        return hidden
+
+    def without_tokens(self) -> AbstractContextManager:
+        """A block in which the layers of this stage have no tokens of this rank."""
+        return without_tokens(self.own_layers.values())
+
     def present(self, inputs: Mapping[str, Any]) -> list[str]:
         """Lists the modalities of this encoder for which a batch has inputs."""
         part = self.parts[self.module_name]
@@ -387,7 +427,7 @@ class ModuleStage:
             try:
                 output = function()
             except StageExit as exit_:
-                return _Encoded(hidden=exit_.hidden)
+                return _Encoded(states=[exit_.hidden, *run.kept.values()])
         assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
         return _Encoded(output=output)
 
@@ -396,25 +436,23 @@ class ModuleStage:
         sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
             self.modality, self.is_first_run = modality, not number
-            received = None if self.is_first else hidden[number]
-            run = StageRun(*self.layers, hidden=received)
+            run = self._run(hidden[number * self._num_received :])
             encoded = self._encode(modality, inputs, run)
-            if encoded.hidden is None:
+            if self.is_last:
                 outputs[modality] = encoded.output
             else:
-                sent.append(self._to_wire_dtype(encoded.hidden, run.dtype))
+                sent += [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
         if not self.is_last:
-            return self._checked_once(sent, hidden)
+            return self._checked_once(sent, hidden, inputs)
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
-        return self._checked_once(features, hidden) if outputs else features
+        return self._checked_once(features, hidden, inputs) if outputs else features
 
     def _run_generator(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None, rows: Tensor) -> list[Tensor]:
         """Runs a generator on the rows of the language model; the last stage returns the loss summed over targets."""
-        run = StageRun(*self.layers, hidden=hidden[0] if hidden else None)
+        run = self._run(hidden or ())
         encoded = self._generated(inputs, rows, run)
-        if encoded.hidden is None:
-            return [encoded.output]
-        return self._checked_once([self._to_wire_dtype(encoded.hidden, run.dtype)], hidden or [])
+        states = [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
+        return self._checked_once(states, hidden or [], inputs) if states else [encoded.output]
 
     def _generated(self, inputs: Mapping[str, Any], rows: Tensor, run: StageRun) -> _Encoded:
         """Runs the layers of a range of a generator."""
@@ -429,16 +467,40 @@ class ModuleStage:
         width, device = self.spec.language_model.hidden_size, inputs["input_ids"].device
         return torch.zeros(count, width, dtype=self.input_dtype, device=device)
 
-    def _checked_once(self, outputs: list[Tensor], hidden: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the outputs; in the first call it refuses NaN, the value of unowned parameters."""
-        if self._interceptor is None or self._checked:
+    def _run(self, states: Sequence[Tensor]) -> StageRun:
+        """A forward of this stage with the first of some hidden states, which it receives for a modality."""
+        first, stop = self.layers
+        # of the layer before, and those of taps in the order of their layers
+        layers = [first - 1, *self._taps_before(first)][: self._num_received]
+        received = dict(zip(layers, states, strict=False))
+        return StageRun(first, stop, received, () if self.is_last else self._taps_before(stop))
+
+    def _taps_before(self, layer: int) -> tuple[int, ...]:
+        """The taps whose states pass the border before a layer beside that of the layer before."""
+        return tuple(tap for tap in self.module_spec.taps if tap < layer - 1)
+
+    @property
+    def _num_received(self) -> int:
+        """Hidden states that the stage receives for a modality."""
+        return 0 if self.is_first else self.module_spec.states_before(self.layers[0])
+
+    def _checked_once(
+        self, outputs: list[Tensor], hidden: Sequence[Tensor], inputs: Mapping[str, Any]
+    ) -> list[Tensor]:
+        """Returns the outputs; in the first call with each kind of inputs it refuses NaN, as of unowned parameters."""
+        kind = frozenset(inputs)
+        if self._interceptor is None or kind in self._checked:
             return outputs
-        self._checked = True
+        self._checked.add(kind)
         values = [source_of(output) for output in outputs]
-        if hidden:
+        if self.module_name == LANGUAGE_MODEL:
+            mask = inputs.get("attention_mask")
+            wrong = any(bool(rows.any()) for rows in map(_nan_tokens, values, [mask] * len(values)))
+            wrong = wrong and not any(bool(_nan_tokens(t, mask).any()) for t in hidden)
+        elif hidden:
             wrong = any(t.isnan().any() for t in values) and not any(t.isnan().any() for t in hidden)
         else:
-            # the model itself may produce NaN at single positions, such as padding
+            # an encoder itself may output NaN for padding
             wrong = any(t.isnan().all() for t in values if t.numel())
         if wrong:
             raise ValueError(
@@ -447,6 +509,18 @@ class ModuleStage:
                 f"`pp_size=1` or, for a hidden state, `layers_per_stage` with a longer last stage."
             )
         return outputs
+
+    def _check_shape(self, hidden: Tensor, inputs: Mapping[str, Any]) -> None:
+        """Raises `ValueError` for hidden states other than those of a batch's tokens, which the next stage expects."""
+        tokens = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+        found, expected = tuple(hidden.shape), (*tokens, *self.module_spec.token_shape)
+        shares_rows = self.module_spec.sequence_parallel and found[1] <= expected[1]
+        if found != expected and not (shares_rows and found[::2] == expected[::2]):
+            raise ValueError(
+                f"The hidden states between the layers of `{self.module_name}` have the shape {found} for "
+                f"{tuple(tokens)} tokens, but the next stage expects {expected}. Use `pp_size=1` for it, with "
+                "`dp_size` or `tp_size` above 1 for more ranks."
+            )
 
     def _to_wire_dtype(self, hidden: Tensor, entry_dtype: torch.dtype | None) -> Tensor:
         """Casts a hidden state to the dtype in which it is sent, which must represent it exactly."""
@@ -467,8 +541,17 @@ class ModuleStage:
     def _feature(self, spec: FeatureSpec, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:
         """Returns one feature tensor, empty if its modality is absent."""
         if spec.modality in outputs:
-            value = getattr(outputs[spec.modality], spec.field)
-            return flat_features(value if spec.index is None else value[spec.index])
+            value = getattr(outputs[spec.modality], spec.field, None)
+            features = None if value is None else flat_features(value if spec.index is None else value[spec.index])
+            width = self.spec.language_model.hidden_size
+            if features is None or features.shape[-1] != width:
+                found = "has none" if features is None else f"has some of width {features.shape[-1]}"
+                raise ValueError(
+                    f"The output of `get_{spec.modality}_features` has to have features `{spec.field}` of width "
+                    f"{width}, that of the hidden states of the language model, but that of "
+                    f"`{type(self.model).__name__}` {found}. Train it without `parallel`."
+                )
+            return features
         device = next((v.device for v in inputs.values() if isinstance(v, Tensor)), self.model.device)
         return torch.zeros(0, self.spec.language_model.hidden_size, dtype=self.input_dtype, device=device)
 
@@ -481,22 +564,37 @@ class ModuleStage:
     ) -> list[Tensor]:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features, num_tokens)
-        run = StageRun(*self.layers, hidden=None if self.is_first or not hidden else hidden[0])
-        with inject_features(self.model, self.parts, outputs) as feature_kwargs:
+        run = self._run(hidden or ())
+        with self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
-                return self._last_outputs(self.model(**kwargs, **feature_kwargs))
+                return self._last_outputs(self.model(**kwargs | feature_kwargs))
             with self._interceptor.running(run):
                 try:
-                    output = self.model(**kwargs, **feature_kwargs)
+                    output = self.model(**kwargs | feature_kwargs)
                 except StageExit as exit_:
-                    return self._checked_once([self._to_wire_dtype(exit_.hidden, run.dtype)], hidden or [])
+                    self._check_shape(exit_.hidden, inputs)
+                    return self._checked_once([self._to_wire_dtype(exit_.hidden, run.dtype)], hidden or [], inputs)
         assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
-        return self._checked_once(self._last_outputs(output), hidden or [])
+        return self._checked_once(self._last_outputs(output), hidden or [], inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:
         """Returns the logits of a forward, and the rows that generators start from."""
         rows = [output.rows[feature.modality] for feature in self.module_spec.features]
         return [self._logits(output), *rows]
+
+    @contextmanager
+    def _merging(self, outputs: Mapping[str, Any], run: StageRun) -> Iterator[None]:
+        """A forward, whose errors before the layers are those of a model that expects features of another form."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            if isinstance(error, ValueError) or not outputs or run.dtype is not None:
+                raise
+            raise ValueError(
+                f"`{type(self.model).__name__}` can't merge the features of {', '.join(outputs)}, which a plan passes "
+                f"to it as `[feature tokens, hidden]` without their encoder's other outputs ({type(error).__name__}: "
+                f"{error}). Train it without `parallel`."
+            ) from error
 
     def _logits(self, output: Any) -> Tensor:
         """Returns the logits of a forward; records the model's own loss if it was computed."""
@@ -516,7 +614,9 @@ class ModuleStage:
         """
         generators = {name for part in self.parts.values() if part.generator is not None for name in part.entries}
         encoders = {name for part in self.parts.values() for name in part.entries} - generators
-        kwargs: dict[str, Any] = {"output_rows": True} if self.module_spec.features and self.is_last else {}
+        kwargs: dict[str, Any] = dict.fromkeys(self._required_inputs)
+        if self.module_spec.features and self.is_last:
+            kwargs["output_rows"] = True
         for name, value in inputs.items():
             is_media = name in encoders and isinstance(value, Tensor) and value.is_floating_point()
             if name not in ("labels", "shift_labels", *generators) and not is_media:
@@ -545,10 +645,11 @@ class ModuleStage:
         for name in self.spec.encoders:
             specs = self.spec.modules[name].features
             for spec, value in zip(specs, features.get(name) or [None] * len(specs), strict=True):
-                if not num_tokens[spec.modality]:
+                is_required = self.parts[name].input_names(spec.modality)[0] in self._required_inputs
+                if not num_tokens[spec.modality] and not is_required:
                     continue
                 if value is None:
-                    if self.layers[0] <= spec.layer < self.layers[1]:
+                    if num_tokens[spec.modality] and self.layers[0] <= spec.layer < self.layers[1]:
                         raise ValueError(
                             f"The batch has {num_tokens[spec.modality]} `{spec.modality}` tokens, but no "
                             f"`{spec.field}` of `{name}` for layer {spec.layer}, which is in this stage "

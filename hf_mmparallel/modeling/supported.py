@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ..plan import LANGUAGE_MODEL
-from .spec import ENCODER_OF_MODALITY, ModulePart, find_stack, inside, module_parts, placeholder_token
+from .spec import ENCODER_OF_MODALITY, ModulePart, are_layers, find_stack, inside, module_parts, placeholder_token
 
-_MIN_MATRICES = 4  # of an attention, and so of a transformer layer
 _OTHERWISE = "Train it without `parallel`, or compose its encoder with a causal language model by"
 _COMPOSE = "`MultimodalModel.from_unimodal`"
 
@@ -52,19 +51,11 @@ def unknown_stacks(model: PreTrainedModel, parts: Mapping[str, ModulePart]) -> d
     known.append(find_stack(model, parts[LANGUAGE_MODEL].tower))
     unknown: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList) or not _are_layers(module):
+        if not isinstance(module, nn.ModuleList) or not are_layers(module):
             continue
         if not any(inside(name, prefix) for prefix in (*known, *unknown)):
             unknown[name] = module
     return unknown
-
-
-def _are_layers(modules: nn.ModuleList) -> bool:
-    """Returns whether a list has at least two modules, of one class with at least the matrices of an attention."""
-    kinds = {type(module) for module in modules}
-    if len(modules) < 2 or len(kinds) > 1 or nn.Module in kinds:
-        return False
-    return min(sum(p.dim() == 2 for p in module.parameters()) for module in modules) >= _MIN_MATRICES
 
 
 def _how_encoders_are_found(model: PreTrainedModel) -> str:

@@ -316,8 +316,10 @@ def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Seque
         parameters = tuple(
             replace(p, tp_dim=dim, tp_blocks=blocks) for p, (dim, blocks) in zip(module.parameters, cuts, strict=True)
         )
-        splits_rows = name == LANGUAGE_MODEL and all(
-            _splits_rows(model, module, own, size) for size, own in styles.items()
+        splits_rows = (
+            name == LANGUAGE_MODEL
+            and not module.hidden_shape
+            and all(_splits_rows(model, module, own, size) for size, own in styles.items())
         )
         modules[name] = replace(module, parameters=parameters, sequence_parallel=splits_rows)
     return replace(spec, modules=modules)

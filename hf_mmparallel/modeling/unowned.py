@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import textwrap
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 def is_unowned(parameter: Tensor) -> bool:
@@ -68,28 +70,75 @@ _PARSING = threading.Lock()
 
 
 @cache
-def _returns_tuple(cls: type[nn.Module]) -> bool:
-    """Returns whether a layer's forward returns a tuple, by its source since return annotations are often wrong."""
+def _num_outputs(cls: type[nn.Module]) -> int:
+    """
+    Counts the values of the tuple that a layer's forward returns, 0 for a bare tensor, by its source since return
+    annotations are often wrong.
+    """
     try:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except OSError:
-        return False
+        return 0
     with _PARSING:
         tree = ast.parse(textwrap.dedent(source))
-    tuples = {
-        target.id
+    named = {
+        target.id: len(node.value.elts)
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
         for target in node.targets
         if isinstance(target, ast.Name)
     }
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return any(isinstance(v, ast.Tuple) or (isinstance(v, ast.Name) and v.id in tuples) for v in returned)
+    sizes = [len(v.elts) for v in returned if isinstance(v, ast.Tuple)]
+    return max([*sizes, *(named[v.id] for v in returned if isinstance(v, ast.Name) and v.id in named)], default=0)
+
+
+class ElsewhereError(ValueError, AttributeError):
+    """Raised for what another rank has; an `AttributeError`, too, so that `hasattr` answers `False`."""
+
+
+class Elsewhere:
+    """Stands for a value that another rank has: any use, but a comparison with `None`, raises [`ElsewhereError`]."""
+
+    def __init__(self, sentence: str):
+        self.__dict__["sentence"] = sentence
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise ElsewhereError(self.sentence)
+
+    def __getattr__(self, name: str) -> Any:
+        # what Python itself looks up, such as `__deepcopy__`, is not there
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tree_leaves((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, cls) and leaf._refuse())
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __add__ = __mul__ = _refuse
 
 
 def _pass_through(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    hidden = hidden_of(args, kwargs)
-    return (hidden,) if self.returns_tuple else hidden
+    hidden, count = hidden_of(args, kwargs), self.__dict__["num_outputs"]
+    if not count:
+        return hidden
+    name = type(self).__name__.removeprefix("Identity")
+    missing = Elsewhere(
+        f"`{name}` returns more than its hidden state, and what it returns is read in another stage, to which only "
+        "hidden states are sent. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+    )
+    return (hidden, *[missing] * (count - 1))
+
+
+def _get_absent(self: nn.Module, name: str) -> Any:
+    if name in self.__dict__.get("absent", ()):
+        kind = type(self).__name__.removeprefix("Identity")
+        raise ElsewhereError(
+            f"The model reads `{name}` of a `{kind}` that is in another stage. Use `pp_size=1` for its module, with "
+            "`dp_size` or `tp_size` above 1 for more ranks."
+        )
+    return nn.Module.__getattr__(self, name)
 
 
 def identity_layer(layer: nn.Module) -> nn.Module:
@@ -97,11 +146,14 @@ def identity_layer(layer: nn.Module) -> nn.Module:
     cls = type(layer)
     # a subclass with the layer's plain attributes, so that code around the list of layers (masks by layer type,
     # recording of hidden states by class) still works
-    identity_cls = type(f"Identity{cls.__name__}", (cls,), {"forward": _pass_through})
+    identity_cls = type(f"Identity{cls.__name__}", (cls,), {"forward": _pass_through, "__getattr__": _get_absent})
     result = identity_cls.__new__(identity_cls)
     nn.Module.__init__(result)
     left_out = {*result.__dict__, "forward", "_compiled_call_impl"}  # a layer may have been wrapped or compiled
     result.__dict__.update({name: value for name, value in layer.__dict__.items() if name not in left_out})
-    result.__dict__.update(returns_tuple=_returns_tuple(cls), is_identity_layer=True, gradient_checkpointing=False)
+    # those by which transformers records hidden states, if the model has been run before
+    result.__dict__.update({name: copy.copy(value) for name, value in layer.__dict__.items() if "hooks" in name})
+    result.__dict__.update(num_outputs=_num_outputs(cls), is_identity_layer=True, gradient_checkpointing=False)
+    result.__dict__["absent"] = {*layer._modules, *layer._parameters, *layer._buffers}
     result.train(layer.training)
     return result

@@ -36,6 +36,7 @@ class ModuleLayout:
     storage: StorageSettings = StorageSettings()  # precision and place of its optimizer and frozen weights
     context: ContextSettings = ContextSettings()  # how tokens are distributed over cp ranks
     vp_size: int = 1  # stages of each rank of a pipeline
+    ep_size: int = 1  # ranks of its dp x cp x tp that share the experts of each layer
     host: str | None = None  # the module whose ranks it is on, in their order; ranks of its own by default
 
     @property
@@ -73,7 +74,7 @@ class ModuleLayout:
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
-        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
+        return layout_text(sizes, self.ep_size, self.sharding, self.storage, self.activation_checkpointing)
 
     def stages(self, spec: ModelSpec, name: str, first_rank: int) -> tuple[tuple[Stage, ...], ...]:
         """The stages of each replica on consecutive ranks: the replica varies slowest, then the stage, the cp rank."""
@@ -116,6 +117,6 @@ def plan_from(
         layout = layouts[name]
         replicas = layout.stages(spec, name, first_ranks[layout.host or name])
         settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage)
-        modules[name] = ModulePlan(replicas, *settings)
+        modules[name] = ModulePlan(replicas, *settings, layout.ep_size)
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
     return with_split_backwards(plan, spec.modules, spec.tied, split_backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ class ParameterSpec:
     tp_dim: int | None = 0
     # equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor
     tp_blocks: int = 1
+    # experts, each of which has a slice along the first dimension, that expert parallelism can put on different ranks;
+    # 0 for what is not of experts
+    num_experts: int = 0
 
     @property
     def replicated(self) -> bool:
@@ -95,10 +99,12 @@ class ModuleSpec:
     # and for the last one
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
-    inner_features: bool = False  # features are read from inside the stack, which then can't be split into stages
+    # layers whose outputs are read again behind the last one (DeepStack), to which they pass through all later stages
+    taps: tuple[int, ...] = ()
     # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
     is_chain: bool = True
-    head_dim: int | None = None  # width of an attention head; `hidden_size / num_heads` by default
+    # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default
+    head_dim: int | None = None
     attention: str = "sdpa"  # the attention function, such as `"eager"`
     # tensors that the activation function saves for its backward: its input, and more if the model computes it in
     # several steps
@@ -107,6 +113,19 @@ class ModuleSpec:
     windows: tuple[int, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
+    # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
+    expert_ranks: tuple[int, ...] = ()
+    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
+    hidden_shape: tuple[int, ...] = ()
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of the hidden state of a token between layers."""
+        return self.hidden_shape or (self.hidden_size,)
+
+    def states_before(self, layer: int) -> int:
+        """Number of hidden states that enter a stage that begins with a layer: of the layer before it, and of taps."""
+        return 1 + sum(tap < layer - 1 for tap in self.taps)
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
@@ -130,6 +149,11 @@ class ModuleSpec:
     @property
     def head_width(self) -> int:
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    @cached_property
+    def num_experts(self) -> int:
+        """Experts of each of its mixtures that ranks can share, 0 without any; a common divisor if they differ."""
+        return math.gcd(*(parameter.num_experts for parameter in self.parameters))
 
     @cached_property
     def int8_weight(self) -> str | None:

@@ -193,6 +193,12 @@ class ParameterShards:
         return cls(stages, tuple(shards))
 
     @property
+    def axis(self) -> str | None:
+        """The axis of parallelism that cuts the parameter first, `None` if it is whole."""
+        cuts = self.shards[0].cuts
+        return cuts[0].axis if cuts else None
+
+    @property
     def owner(self) -> int:
         """The rank that writes the parameter where it is saved whole."""
         return self.shards[0].owner
@@ -251,14 +257,15 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
         uses = [(name, stage_tables[name][layer]) for name, layer in spec.used_at[parameter.name]]
         # By identity: equal tables of a module are one object, and those of many replicas are long.
         layout = tuple(dict.fromkeys((name, id(table)) for name, table in uses))
-        sharding = plan.modules[spec.used_at[parameter.name][0][0]].sharding
-        key = (layout, parameter.tp_dim, parameter.tp_blocks, sharding, parameter.trainable)
+        module = plan.modules[spec.used_at[parameter.name][0][0]]
+        sharding, shares_experts = module.sharding, module.ep_size > 1 and parameter.num_experts > 0
+        key = (layout, parameter.tp_dim, parameter.tp_blocks, sharding, parameter.trainable, shares_experts)
         if key not in known:
             if layout not in tp_groups:
                 tp_groups[layout] = _tp_groups(plan, uses)
             stages, groups = tp_groups[layout]
-            shards = ParameterShards.from_copies(stages, _tp_copies(parameter, groups))
-            known[key] = shards.divide(sharding, parameter.trainable)
+            copies = _expert_copies(plan, stages) if shares_experts else _tp_copies(parameter, groups)
+            known[key] = ParameterShards.from_copies(stages, copies).divide(sharding, parameter.trainable)
         result[parameter.name] = known[key]
     return result
 
@@ -280,6 +287,16 @@ def _tp_copies(
         slices.append((start, (cut,) if finest > 1 else ()))
     for ranks in tp_groups:
         yield from ((cuts, (ranks[start * len(ranks) // finest],)) for start, cuts in slices)
+
+
+def _expert_copies(
+    plan: ParallelPlan, stages: Sequence[StageKey]
+) -> Iterator[tuple[tuple[Cut, ...], tuple[int, ...]]]:
+    """The experts, on the ranks of each group that shares them."""
+    (name, _, stage), size = stages[0], plan.modules[stages[0][0]].ep_size
+    for group in plan.modules[name].expert_groups(stage):
+        for index, rank in enumerate(rank for tp_group in group for rank in tp_group):
+            yield (Cut("ep", 0, index, size),), (rank,)
 
 
 def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, tuple[int, ...]]:

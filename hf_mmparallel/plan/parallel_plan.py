@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from itertools import compress
+from itertools import chain, compress
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,11 @@ class StorageSettings:
 
 
 def layout_text(
-    sizes: Mapping[str, Any], sharding: ShardingSettings, storage: StorageSettings, is_recomputed: bool
+    sizes: Mapping[str, Any], ep_size: int, sharding: ShardingSettings, storage: StorageSettings, is_recomputed: bool
 ) -> str:
-    """The layout of a module in words, without sizes of 1: `dp 2 x tp 4, ZeRO-3 over 8, recomputed`."""
+    """The layout of a module in words, without sizes of 1: `dp 2 x tp 4, ep 8, ZeRO-3 over 8, recomputed`."""
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if str(size) != "1") or "one rank"]
+    words += [f"ep {ep_size}"] * (ep_size > 1)
     if sharding.zero_stage:
         over = "" if sharding.shard_size is None else f" over {sharding.shard_size}"
         words.append(f"ZeRO-{sharding.zero_stage}{over}")
@@ -136,6 +137,7 @@ class ModulePlan:
         context (`ContextSettings`, *optional*): How tokens are distributed over cp ranks, if `cp_size` is above 1.
         sharding (`ShardingSettings`, *optional*): What the copies divide among them.
         storage (`StorageSettings`, *optional*): Precision and place of optimizer and frozen weights.
+        ep_size (`int`, *optional*, defaults to 1): Ranks that share the experts of each layer, see [`ModulePlugin`].
     """
 
     replicas: tuple[tuple[Stage, ...], ...]
@@ -143,6 +145,7 @@ class ModulePlan:
     context: ContextSettings = ContextSettings()
     sharding: ShardingSettings = ShardingSettings()
     storage: StorageSettings = StorageSettings()
+    ep_size: int = 1
 
     @property
     def dp_size(self) -> int:
@@ -180,12 +183,34 @@ class ModulePlan:
     @property
     def joint_replicas(self) -> int:
         """Number of consecutive replicas whose tasks of equal microbatch and chunk run at the same time."""
-        # in ZeRO-2 and ZeRO-3 their ranks exchange gradients or weights in tasks
-        if self.sharding.zero_stage < 2:
-            return 1
+        # in ZeRO-2 and ZeRO-3 their ranks exchange gradients or weights in tasks, and those that share experts tokens
         copies = self.dp_size * self.cp_size
         size = self.sharding.shard_size or copies
-        return max(1, (copies if copies % size else size) // self.cp_size)
+        dividing = max(1, (copies if copies % size else size) // self.cp_size) if self.sharding.zero_stage >= 2 else 1
+        return math.lcm(dividing, self.expert_replicas)
+
+    @property
+    def expert_rows(self) -> int:
+        """Number of tp groups, with tokens of their own, that share the experts of a layer."""
+        return max(1, self.ep_size // self.tp_size)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Number of consecutive replicas that share the experts of a layer."""
+        return max(1, self.expert_rows // self.cp_size)
+
+    @property
+    def expert_ranks(self) -> tuple[int, ...]:
+        """The first group of ranks that share the experts of a stage, by tp group; empty if none do."""
+        return tuple(chain(*self.expert_groups(0)[0])) if self.ep_size > 1 else ()
+
+    def expert_groups(self, stage: int) -> list[tuple[tuple[int, ...], ...]]:
+        """
+        The groups of ranks that share the experts of a stage, in the order of these experts, each as its tp groups;
+        all cp ranks of a replica come before the next replica.
+        """
+        rows = [tp_group for replica in self.with_stages for tp_group in self.replicas[replica][stage].mesh]
+        return [tuple(rows[first : first + self.expert_rows]) for first in range(0, len(rows), self.expert_rows)]
 
     @property
     def layout(self) -> str:
@@ -198,7 +223,7 @@ class ModulePlan:
             "cp": self.cp_size,
             "tp": "/".join(map(str, self.tp_sizes)),
         }
-        return layout_text(sizes, self.sharding, self.storage, self.activation_checkpointing)
+        return layout_text(sizes, self.ep_size, self.sharding, self.storage, self.activation_checkpointing)
 
     @property
     def num_layers(self) -> int:
@@ -380,6 +405,7 @@ class ParallelPlan(HtmlRepr):
                     **({"context": asdict(module.context)} if module.context != ContextSettings() else {}),
                     **({"sharding": asdict(module.sharding)} if module.sharding != ShardingSettings() else {}),
                     **({"storage": asdict(module.storage)} if module.storage != StorageSettings() else {}),
+                    **({"ep_size": module.ep_size} if module.ep_size > 1 else {}),
                     "replicas": list(_replica_data(module.replicas)),
                 }
                 for name, module in self.modules.items()
@@ -496,7 +522,8 @@ def _read_replicas(data: Any, name: str, first: int) -> list[tuple[Stage, ...]]:
 
 def _read_module(data: Any, name: str) -> ModulePlan:
     what = f"Module `{name}` of the plan"
-    data = read_mapping(data, what, ["replicas"], ["activation_checkpointing", "context", "sharding", "storage"])
+    optional = ["activation_checkpointing", "context", "sharding", "storage", "ep_size"]
+    data = read_mapping(data, what, ["replicas"], optional)
     context = read_mapping(data.get("context", {}), f"`context` of `{name}`", (), ["method", "mode", "block"])
     for key, known in (("method", CONTEXT_METHODS), ("mode", CONTEXT_MODES)):
         reject_unknown_keys(f"`{key}` of `{name}`", [context[key]] if key in context else [], known)
@@ -518,6 +545,7 @@ def _read_module(data: Any, name: str) -> ModulePlan:
         ContextSettings(**context),
         ShardingSettings(**sharding),
         StorageSettings(**storage),
+        read_count(data.get("ep_size", 1), f"`ep_size` of `{name}`", 1),
     )
 
 

@@ -45,7 +45,7 @@ SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = ("master_weights", "offload_optimizer", "offload_params")
 NOT_SEARCHED = ("deepspeed",)
 # settings that a finished plan contains; the others are written beside the plan
-HELD_BY_PLAN = (*SIZES, *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
+HELD_BY_PLAN = (*SIZES, "ep_size", *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
 
 
 @dataclass
@@ -68,6 +68,10 @@ class ModulePlugin:
             `"row"` gathers all keys and values, `"segments"` only those of samples that are split over ranks; `"auto"`
             chooses the mode that is predicted to be faster.
         cp_block (`int`, *optional*, defaults to 128): Tokens per block, the unit that is assigned to a rank.
+        ep_size (`int`, *optional*, defaults to 1):
+            Ranks that share the experts of each layer of a mixture of experts, so many of the `dp_size * cp_size *
+            tp_size` ranks of a stage: each has some of the experts whole, and tokens travel to theirs. A multiple of
+            `tp_size`. With 1 each tensor-parallel group has a part of all experts.
         layers_per_stage (`list[int]`, *optional*): Number of layers of each stage; split evenly by default.
         vp_size (`int`, *optional*):
             Virtual stages of each of the `pp_size` ranks: stage `i` of `pp_size * vp_size` is on rank `i % pp_size` of
@@ -137,6 +141,7 @@ class ModulePlugin:
     pp_size: int = 1
     tp_size: int = 1
     cp_size: int = 1
+    ep_size: int = 1
     layers_per_stage: list[int] | None = None
     vp_size: int | None = None
     split_backward: bool | None = None
@@ -162,7 +167,7 @@ class ModulePlugin:
     def __post_init__(self):
         self._read_deepspeed()
         self._check_types()
-        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "cp_block", "vp_size"):
+        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "ep_size", "cp_block", "vp_size"):
             size = getattr(self, name)
             if name == "vp_size" and size is None:
                 continue
@@ -319,6 +324,7 @@ class ModulePlugin:
             "vp_size": plan.vp_size,
             "tp_size": plan.tp_size,
             "cp_size": plan.cp_size,
+            "ep_size": plan.ep_size,
             "layers_per_stage": [stage.num_layers for stage in plan.replicas[0]],
             "split_backward": plan.splits_backward,
             "activation_checkpointing": plan.activation_checkpointing,
@@ -457,7 +463,7 @@ class MultimodalParallelPlugin:
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:
         """Module -> its explicitly given sizes, which a search keeps."""
-        return self._given(SIZES)
+        return self._given((*SIZES, "ep_size"))
 
     @property
     def fixed_sharding(self) -> dict[str, dict[str, Any]]:

@@ -51,14 +51,6 @@ def check_tp_size(spec: ModuleSpec, tp_size: int) -> None:
             )
 
 
-def _check_uncut(spec: ModuleSpec, pp_size: int) -> None:
-    if pp_size > 1 and spec.inner_features:
-        raise ValueError(
-            f"`pp_size={pp_size}`: `{spec.name}` outputs features of inner layers (DeepStack), so it can't be split "
-            f"into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
-        )
-
-
 def _check_chain(spec: ModuleSpec, settings: Mapping[str, tuple[Any, bool]]) -> None:
     """Raises `ValueError` for a setting that goes block by block through a module whose blocks are no chain."""
     for name, (value, is_asked) in settings.items():
@@ -102,30 +94,68 @@ def _check_sharding(name: str, module: ModulePlan) -> None:
             f"(`dp_size={module.dp_size}` x `cp_size={module.cp_size}`). "
             + (f"Use one of {fits}, or leave it out for all copies." if fits else "Leave it out, or use more copies.")
         )
-    if module.sharding.zero_stage > 1:
-        _check_joint(name, module)
-
-
-def _check_joint(name: str, module: ModulePlan) -> None:
-    """Raises `ValueError` unless the replicas that exchange gradients or weights in their tasks can run jointly."""
-    stage, size, cp_size = module.sharding.zero_stage, module.sharding.shard_size, module.cp_size
-    if size is not None and size % cp_size and cp_size % size:
+    stage, cp_size = module.sharding.zero_stage, module.cp_size
+    if stage > 1 and shard_size is not None and shard_size % cp_size and cp_size % shard_size:
         raise ValueError(
-            f"`shard_size={size}` of `{name}`: with `zero_stage={stage}` it must divide `cp_size={cp_size}` or be a "
-            "multiple of it, since all cp ranks compute a microbatch together. Use another, or `zero_stage=1`."
+            f"`shard_size={shard_size}` of `{name}`: with `zero_stage={stage}` it must divide `cp_size={cp_size}` or "
+            "be a multiple of it, since all cp ranks compute a microbatch together. Use another, or `zero_stage=1`."
         )
+    if stage > 1:
+        _check_joint(name, module, "gradients", f"`zero_stage={stage}`", "`zero_stage=1`")
+
+
+def _check_joint(name: str, module: ModulePlan, what: str, setting: str, remedy: str) -> None:
+    """Raises `ValueError` unless replicas that exchange something layer by layer can run their tasks jointly."""
     if len({tuple(stage.layers for stage in stages) for stages in module.replicas}) > 1:
         raise ValueError(
-            f"`zero_stage={stage}` of `{name}`: its replicas, which exchange gradients layer by layer, have stages of "
-            "different layers. Give all of them the same, or use `zero_stage=1`."
+            f"{setting} of `{name}`: its replicas, which exchange {what} layer by layer, have stages of "
+            f"different layers. Give all of them the same, or use {remedy}."
         )
     for stages in zip(*module.replicas, strict=True):
         ranks = [rank for stage in stages for rank in stage.all_ranks]
         if ranks != sorted(set(ranks)):
             raise ValueError(
-                f"`zero_stage={stage}` of `{name}`: the ranks {ranks} of its replicas, which exchange gradients layer "
-                "by layer, are not in ascending order. Sort them, or use `zero_stage=1`."
+                f"{setting} of `{name}`: the ranks {ranks} of its replicas, which exchange {what} layer "
+                f"by layer, are not in ascending order. Sort them, or use {remedy}."
             )
+
+
+def possible_ep_sizes(num_experts: int, dp_size: int, cp_size: int, tp_size: int) -> list[int]:
+    """
+    The numbers of ranks of a stage, above 1, that can share the experts of a layer: whole tp groups, either a divisor
+    of those of a replica or all those of a divisor of the replicas.
+    """
+    rows = [*range(1, cp_size), *(replicas * cp_size for replicas in range(1, dp_size + 1))]
+    sizes = [n * tp_size for n in rows if not (dp_size * cp_size % n or (n < cp_size and cp_size % n))]
+    return [size for size in sizes if 1 < size <= num_experts and num_experts % size == 0]
+
+
+def _check_experts(spec: ModuleSpec, module: ModulePlan) -> None:
+    """Raises `ValueError` unless so many ranks can share the experts of a module as the plan says."""
+    name, size = spec.name, module.ep_size
+    if size == 1:
+        return
+    if not spec.num_experts:
+        raise ValueError(
+            f"`ep_size={size}` of `{name}`: none of its layers has experts that ranks can share, which are modules of "
+            "transformers with `use_experts_implementation`. Leave `ep_size` out."
+        )
+    if len(module.tp_sizes) > 1:
+        raise ValueError(
+            f"`ep_size={size}` of `{name}` shares experts among whole tp groups, whose sizes "
+            f"{' and '.join(map(str, module.tp_sizes))} differ. Use tp groups of one size, or `ep_size=1`."
+        )
+    fits = possible_ep_sizes(spec.num_experts, module.dp_size, module.cp_size, module.tp_size)
+    if size not in fits:
+        remedy = f"Use one of {', '.join(map(str, fits))}" if fits else "Leave `ep_size` out"
+        sizes = " x ".join(f"`{key}={getattr(module, key)}`" for key in ("dp_size", "cp_size", "tp_size"))
+        raise ValueError(
+            f"`ep_size={size}` of `{name}` can't share {spec.num_experts} experts among the ranks of a stage "
+            f"({sizes}): it has to divide the experts, and be whole tp groups: a divisor of those of a "
+            f"replica, or all those of a divisor of the replicas. {remedy}."
+        )
+    if module.expert_replicas > 1:
+        _check_joint(name, module, "tokens", f"`ep_size={size}`", "an `ep_size` within a replica")
 
 
 def sharding_without_effect(modules: Mapping[str, ModulePlan] | Mapping[str, ModulePlugin]) -> Iterator[str]:
@@ -172,7 +202,6 @@ def resolve_plan(
             plugin = _on_ranks_of(layouts[host], plugin, name)
             host = layouts[host].host or host
         plugin = _with_virtual_stages(plugin, module, schedule)
-        _check_uncut(module, plugin.pp_size * (plugin.vp_size or 1))
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size, plugin.context)
         plugin.check_deepspeed_stages(name, plugin.pp_size)
@@ -186,12 +215,14 @@ def resolve_plan(
             plugin.storage,
             plugin.context,
             plugin.vp_size or 1,
+            plugin.ep_size,
             host,
         )
     wanted = {name: plugin.split_backward for name, plugin in plugins.items()}
     in_order = {name: layouts[name] for name in spec.modules}
     plan = plan_from(in_order, spec, schedule, num_microbatches, split_backward=wanted)
     for name, planned in plan.modules.items():
+        _check_experts(spec.modules[name], planned)
         _check_sharding(name, planned)
         _check_stages(spec.modules[name], planned)
     if world_size is not None:
@@ -284,7 +315,6 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
                     f"The stages of `{name}` replica {replica} have layers {bounds}, which do not cover 0 to "
                     f"{num_layers} in order. Give them consecutive ranges of the model's {num_layers} layers."
                 )
-            _check_uncut(spec.modules[name], len(stages))
             used.update(rank for stage in stages for rank in stage.all_ranks)
         for tp_size in module.tp_sizes:
             check_tp_size(spec.modules[name], tp_size)
@@ -300,6 +330,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             **asdict(module.sharding),
             **asdict(module.storage),
         )
+        _check_experts(spec.modules[name], module)
         _check_sharding(name, module)
         _check_stages(spec.modules[name], module)
     gaps = sorted(set(range(plan.world_size)) - used)

@@ -46,7 +46,7 @@ class EstimatedCandidate:
     def family(self) -> tuple:
         """Placement and kind of parallelism of all modules; candidates of one family are similar."""
         kinds = (
-            (c.kind.tp_size, c.kind.cp_size, c.kind.checkpointing, c.kind.sharding, c.pp_size > 1)
+            (c.kind.tp_size, c.kind.cp_size, c.kind.ep_size, c.kind.checkpointing, c.kind.sharding, c.pp_size > 1)
             for c in self.estimates.values()
         )
         return (tuple(sorted(self.colocated_with.items())), tuple(kinds))

@@ -74,6 +74,8 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
     blocks = []
     for index, kind in enumerate(options.kinds):
         for dp_size in dp_sizes:
+            if not options.shares_experts(kind, dp_size):
+                continue
             pp_size = stages[stages <= problem.num_ranks // (dp_size * kind.num_ranks)]
             pp_size = pp_size[options.sharding_helps(kind, dp_size, pp_size)]
             if len(pp_size):

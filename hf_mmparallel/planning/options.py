@@ -23,6 +23,7 @@ from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
+from ..plan.resolve import possible_ep_sizes
 from .partition import partition_all
 from .problem import PlanningProblem
 
@@ -110,6 +111,7 @@ class ParallelConfig:
     first_rank: int = 0  # position in its node of the first rank of a tp group, which matters if the group spans nodes
     sharding: ShardingSettings = ShardingSettings()  # what copies divide among them
     num_shards: int = 1  # copies that share weights or gradients, where the time of passes is wanted
+    ep_size: int = 1  # ranks that share the experts of a layer
 
     @property
     def num_ranks(self) -> int:
@@ -148,11 +150,7 @@ class ModuleOptions:
 
     @property
     def max_stages(self) -> int:
-        return (
-            1
-            if self.module_spec.inner_features or not self.module_spec.is_chain
-            else min(self.module_spec.num_layers, self.problem.num_ranks)
-        )
+        return min(self.module_spec.num_layers, self.problem.num_ranks) if self.module_spec.is_chain else 1
 
     def allows(self, size: str, value: int) -> bool:
         """Checks that the user has left this size open or set it to this value."""
@@ -172,22 +170,42 @@ class ModuleOptions:
             for size in range(1, largest + 1)
             if self.allows("tp_size", size) and not any(count % size for count in counts)
         ]
-        can_share = self.name == LANGUAGE_MODEL
-        context = [
-            1 << power
-            for power in range(self.problem.num_ranks.bit_length() if can_share else 1)
-            if self.allows("cp_size", 1 << power) and (not power or self.tokens >= _MIN_TOKENS_PER_CP_RANK << power)
-        ]
+        if self.name == LANGUAGE_MODEL:
+            context = [
+                1 << power
+                for power in range(self.problem.num_ranks.bit_length())
+                if self.allows("cp_size", 1 << power)
+                and (not power or self.tokens >= _MIN_TOKENS_PER_CP_RANK << power)
+            ]
+        else:  # the images of an encoder are shared out where the user says so
+            context = [self.problem.fixed.get(self.name, {}).get("cp_size", 1)]
         given = self.problem.checkpointing.get(self.name)
         checkpointing = (False, True) if given is None and self._has_backward else (bool(given),)
         return tuple(
-            ParallelConfig(cp, tp, recompute, sharding=sharding)
+            ParallelConfig(cp, tp, recompute, sharding=sharding, ep_size=ep)
             for tp in tensor
             for cp in context
             if cp * tp <= self.problem.num_ranks
+            for ep in self.expert_sizes(tp)
             for recompute in checkpointing
             for sharding in self.shardings(tp)
         )
+
+    def expert_sizes(self, tp_size: int) -> list[int]:
+        """Numbers of ranks that may share the experts of a layer, for some numbers of replicas and cp ranks."""
+        count, num_ranks = self.module_spec.num_experts, self.problem.num_ranks
+        sizes = [size for size in range(2, num_ranks + 1) if count and not (count % size or size % tp_size)]
+        return [size for size in (1, *sizes) if self.allows("ep_size", size)]
+
+    def shares_experts(self, kind: ParallelConfig, dp_size: int) -> bool:
+        """Whether so many replicas can share experts as a configuration says."""
+        sizes = (self.module_spec.num_experts, dp_size, kind.cp_size, kind.tp_size)
+        return kind.ep_size == 1 or kind.ep_size in possible_ep_sizes(*sizes)
+
+    def costs(self, kind: ParallelConfig) -> CostModel:
+        """The costs of a configuration, whose tp groups with shared experts are next to each other."""
+        ranks = tuple(range(kind.ep_size)) if kind.ep_size > 1 else ()
+        return self.problem.costs.sharing_experts({self.name: ranks})
 
     @cached_property
     def plain_kinds(self) -> tuple[ParallelConfig, ...]:
@@ -293,7 +311,7 @@ class ModuleOptions:
         """
         key = self._timed(kind, num_samples, padded)
         if key not in self._layers:
-            self._layers[key] = self._layer_ms(self.problem.costs, kind, num_samples, padded)
+            self._layers[key] = self._layer_ms(self.costs(kind), kind, num_samples, padded)
         return self._layers[key]
 
     def _timed(self, kind: ParallelConfig, num_samples: float, padded: bool) -> tuple[ParallelConfig, float, bool]:
@@ -339,7 +357,8 @@ class ModuleOptions:
         """The layout with stages balanced for microbatches of `num_samples`."""
         layers = partition_all(self.layer_ms(kind, num_samples), pp_size).partition(pp_size).layers
         sizes = (layers, dp_size, kind.cp_size, kind.tp_size)
-        return ModuleLayout(*sizes, kind.checkpointing, self.sharding(kind, dp_size), self.storage)
+        sharding = self.sharding(kind, dp_size)
+        return ModuleLayout(*sizes, kind.checkpointing, sharding, self.storage, ep_size=kind.ep_size)
 
     def sharding(self, kind: ParallelConfig, dp_size: int) -> ShardingSettings:
         """The sharding of a layout: a single copy divides nothing, unless the user says so."""
@@ -368,7 +387,7 @@ class ModuleOptions:
     def _memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
         """Memory of a stage with layers `first` to `stop`."""
         sharding = kind.sharding if kind.shares_passes else ShardingSettings()
-        key = (kind.cp_size, kind.tp_size, kind.checkpointing, sharding, first, stop)
+        key = (kind.cp_size, kind.tp_size, kind.ep_size, kind.checkpointing, sharding, first, stop)
         if key not in self._memories:
             firsts = range(0, kind.num_ranks, kind.tp_size)
             mesh = tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts)
@@ -379,7 +398,7 @@ class ModuleOptions:
                 replicas, kind.checkpointing, sharding=replace(sharding, shard_size=None), storage=self.storage
             )
             alone = ParallelPlan({self.name: module})
-            self._memories[key] = stage_memory(self.problem.costs, alone, self.name, stage)
+            self._memories[key] = stage_memory(self.costs(kind), alone, self.name, stage)
         return self._memories[key]
 
     def _state_bytes(self, kind: ParallelConfig, first: int, stop: int, dp_size: int) -> float:
@@ -426,11 +445,16 @@ class ModuleOptions:
         return np.array([scores + copies * tokens, tokens, 0.0])
 
     @cached_property
-    def _trained_bytes(self) -> tuple[float, float]:
-        """Bytes of the trained weights of the whole module, and of their gradients, in float32 at least."""
+    def _trained_bytes(self) -> tuple[float, float, float]:
+        """
+        Bytes of the trained weights of the whole module, of their gradients, in float32 at least, and of these that of
+        experts that ranks can share.
+        """
         trained = [p for p in self.module_spec.parameters if p.trainable]
-        sizes = [(p.num_elements, DTYPE_BYTES.get(p.dtype, FULL)) for p in trained]
-        return float(sum(n * size for n, size in sizes)), float(sum(n * max(size, FULL) for n, size in sizes))
+        sizes = [(p.num_elements, DTYPE_BYTES.get(p.dtype, FULL), p.num_experts > 0) for p in trained]
+        gradients = [(n * max(size, FULL), is_shared) for n, size, is_shared in sizes]
+        experts = float(sum(num_bytes for num_bytes, is_shared in gradients if is_shared))
+        return float(sum(n * size for n, size, _ in sizes)), float(sum(n for n, _ in gradients)), experts
 
     @cached_property
     def _update_ms(self) -> float:
@@ -454,10 +478,17 @@ class ModuleOptions:
 
     def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> tuple[float, float]:
         stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
-        weights, gradients = (num_bytes / stride for num_bytes in self._trained_bytes)
+        weights, gradients, experts = (num_bytes / stride for num_bytes in self._trained_bytes)
         update_ms = self._update_ms / stride / num_shards
         num_groups = dp_size * kind.cp_size // num_shards
-        sums_ms = self._time_ms(all_reduce, gradients / num_shards, num_groups, stride * num_shards)
+        expert_ms = 0.0
+        if kind.ep_size > 1:  # which have fewer copies, of fewer experts
+            rows = kind.ep_size // kind.tp_size
+            share, copies = experts / gradients if gradients else 0.0, dp_size * kind.cp_size // rows
+            expert_ms = self._time_ms(all_reduce, experts / rows, copies, stride * rows)
+            update_ms *= 1 - share + share * num_shards / (rows * min(num_shards, copies))
+            gradients, weights = gradients - experts, weights * (1 - share)
+        sums_ms = expert_ms + self._time_ms(all_reduce, gradients / num_shards, num_groups, stride * num_shards)
         if not kind.shares_passes:
             sums_ms += self._time_ms(all_gather, gradients, num_shards, stride)
         share = self._outer_share if kind.sharding.zero_stage >= GATHERS_IN_PASSES else 1.0

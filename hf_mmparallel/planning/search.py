@@ -317,7 +317,8 @@ def _shardings(simulations: Simulations, candidate: Candidate, name: str) -> lis
 def _module_ms(simulations: Simulations, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
     """Closed form of the time of a module in a step with another sharding."""
     options, layout = simulations.space.options[name], candidate.layouts[name]
-    kind = ParallelConfig(layout.cp_size, layout.tp_size, layout.activation_checkpointing, sharding=sharding)
+    recomputes, shared = layout.activation_checkpointing, layout.ep_size
+    kind = ParallelConfig(layout.cp_size, layout.tp_size, recomputes, sharding=sharding, ep_size=shared)
     kind = kind.with_shards(layout.dp_size)
     num_samples = simulations.problem.global_batch_size / layout.dp_size / candidate.num_microbatches
     stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size

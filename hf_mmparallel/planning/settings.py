@@ -22,6 +22,7 @@ SHORT_NAMES = {
     "pp": "pp_size",
     "tp": "tp_size",
     "cp": "cp_size",
+    "ep": "ep_size",
     "vp": "vp_size",
     "layers": "layers_per_stage",
     "colocate": "colocate_with",

@@ -196,12 +196,17 @@ def _check_copies(name: str, plugin: ModulePlugin) -> None:
             "model, so that each node has the only copy of its share, which a failure takes with it. Use "
             "`zero_stage=0`, with more pipeline stages or a larger `tp_size` for less memory on each rank."
         )
+    if plugin.ep_size > 1:
+        raise ValueError(
+            f"`ep_size={plugin.ep_size}` of `{name}` shares experts among ranks that a failure may take with the "
+            "only copy of theirs. Use `ep_size=1`."
+        )
 
 
 def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[ChainUnit]:
     for name, module in spec.modules.items():
         last = min(selected_layers.get(name, module.num_layers), module.num_layers - 1)
-        cuts = [0] if module.inner_features else range(last + 1)
+        cuts = [0] if module.taps else range(last + 1)  # a unit's edge has one hidden state
         for bounds in pairwise((*cuts, module.num_layers)):
             yield ChainUnit(name, bounds)
 

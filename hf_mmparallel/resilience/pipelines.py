@@ -164,6 +164,7 @@ def _settings(module: ModulePlan) -> ModulePlugin:
     return ModulePlugin(
         tp_size=module.tp_size,
         cp_size=module.cp_size,
+        ep_size=module.ep_size,
         activation_checkpointing=module.activation_checkpointing,
         cp_method=context.method,
         cp_mode=context.mode,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..data.step_dataset import RankInputs
 from ..modeling import accuracy_and_entropy, given_loss, module_parts, prepare_stages, token_loss
 from ..modeling.adapter import Adapter
 from ..modeling.compiled_layers import Compilation, compile_layers
+from ..modeling.expert_parallel import ExpertLoad, load_excess, share_experts
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
 from ..modeling.sequence_parallel import keep_rows_split
@@ -196,6 +198,7 @@ class ParallelEngine(nn.Module):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
         self._keep_rows_split()
+        self.expert_loads = dict(self._count_experts()) if self.options.compilation is None else {}
         if self.options.compilation is not None:
             compile_layers(layers, self.options.compilation)
         for name, module in self.plan.modules.items():
@@ -264,8 +267,7 @@ class ParallelEngine(nn.Module):
         sharding = self.plan.modules[key[0]].sharding
         if sharding.zero_stage >= 2:
             start, stop = self.stages[key].layers
-            first = 0 if inputs_require_gradients(self.model) else first_backward(self.spec, key[0])
-            first = min(max(first, start), stop) - start
+            first = min(max(self._first_backward(key[0]), start), stop) - start
             return StagePasses(self.stages[key], self.slices, sums, sharding.reshard_after_forward, first)
         if sum(other[0] == key[0] for other in self.stages) > 1:  # may add to the same gradients
             return None
@@ -294,11 +296,60 @@ class ParallelEngine(nn.Module):
         """Applies tensor parallelism to some parameters of this rank."""
         for module, replica, index in self.stages:
             stage = self.plan.stage(module, replica, index)
-            mesh = self.process_groups.tp_mesh(stage.mesh[stage.cp_rank_of(self.rank)])
+            mesh = self.process_groups.mesh(stage.mesh[stage.cp_rank_of(self.rank)])
             held = self.shards.keys() & set(names)
             owned = {name for name in held if (module, replica, index) in self.shards[name].stages}
+            if self.plan.modules[module].ep_size > 1:
+                experts = {name for name in owned if self.spec.parameters[name].num_experts}
+                owned -= experts
+                self._share_experts(module, index, experts)
             if mesh is not None and owned:
                 self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
+
+    def _share_experts(self, module: str, stage: int, names: Collection[str]) -> None:
+        """Gives this rank its experts of some parameters of a stage."""
+        groups = self.plan.modules[module].expert_groups(stage)
+        group = next(group for group in groups if any(self.rank in tp_group for tp_group in group))
+        tp_group = next(tp_group for tp_group in group if self.rank in tp_group)
+        row = next(ranks for ranks in zip(*group, strict=True) if self.rank in ranks)
+        mesh = self.process_groups.mesh(tuple(chain(*group)))
+        assert mesh is not None
+        by_ranks = self.process_groups.by_ranks
+        first = self._first_backward(module)
+        layers = {name.rpartition(".")[0]: self.spec.parameters[name].layer for name in names}
+        share_experts(
+            self.model, names, mesh, by_ranks.get(tp_group), by_ranks.get(row), lambda name: layers[name] >= first
+        )
+
+    def _count_experts(self) -> Iterator[tuple[StageKey, ExpertLoad]]:
+        """Counts, on the first rank of each tp group, where the tokens of the stages with experts go."""
+        for key, stage in self.stages.items():
+            module = stage.module_spec
+            if module.num_experts and any(self.rank == tp_group[0] for tp_group in self.plan.stage(*key).mesh):
+                layers, count = stage.own_layers, module.num_experts
+                yield key, ExpertLoad(layers, module.num_layers, count, self.device)
+
+    def take_expert_imbalance(self) -> dict[str, float]:
+        """
+        Returns module -> how much more tokens the busiest expert of a layer has had than the mean one since the last
+        call. Collective if the model has experts.
+        """
+        result = {}
+        for name, module in self.spec.modules.items():
+            if not module.num_experts or self.options.compilation is not None:
+                continue
+            counts = torch.zeros(module.num_layers, module.num_experts, device=self.device)
+            for key, load in self.expert_loads.items():
+                if key[0] == name:
+                    counts += load.counts
+                    load.counts.zero_()
+            excess = load_excess(self.world.all_reduce(counts, activity="load of the experts"))
+            result |= {} if excess is None else {name: excess}
+        return result
+
+    def _first_backward(self, module: str) -> int:
+        """The first layer of a module that may have a backward."""
+        return 0 if inputs_require_gradients(self.model) else first_backward(self.spec, module)
 
     def _keep_rows_split(self) -> None:
         """Joins the rows that tp groups share only where something else needs them, see `sequence_parallel`."""

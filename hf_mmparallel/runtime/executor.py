@@ -24,7 +24,7 @@ from ..world import ACTIVITY
 from .groups import channels_of
 from .joint_passes import TaskHooks
 from .message_queues import Incoming, MessageQueues, StepMessages, Transport
-from .payloads import Payload, Payloads, num_tokens_of
+from .payloads import Payload, Payloads
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
 from .weight_gradients import PutOffGradient, PutOffGradients, WeightGradients, cut_by_work
 from .work import StepResult, counting_work
@@ -111,7 +111,7 @@ class Executor:
                     with self._reads_on_host():  # an encoder's forward says what comes
                         run.receive(action.message)
                 elif action.task is not None:
-                    passes.begin(action.task, run.inputs.is_empty(action.task))
+                    passes.begin(action.task, run.has_nothing(action.task))
                     ACTIVITY.waits = True
                     run.queues.wait(action.task)
                     ACTIVITY.waits = False
@@ -155,6 +155,8 @@ class _Step:
         # Stage -> what its last tasks of that kind compute, each of them some layers of all of their chunks, so that
         # the sums over ranks begin in the first of these tasks.
         self.parts: dict[StageKey, list[PutOffGradients]] = {}
+        # Task without samples -> what its experts have computed, `[0, D]`, for its backward.
+        self.without_tokens: dict[tuple, Tensor] = {}
         own_actions = program.actions.get(executor.rank, ())
         self.unsent = Counter(a.message.source for a in own_actions if a.op == "send" and a.message is not None)
 
@@ -165,7 +167,7 @@ class _Step:
             shapes = self.messages.shapes(payload, task)
         else:
             shapes = [output.shape for output in payload.select_outputs(self.running[task.key].outputs)]
-        num_tokens = sum(map(num_tokens_of, shapes))
+        num_tokens = sum(map(payload.num_tokens, shapes))
         self.queues.receive(message, payload, self.messages.routes(message, task, num_tokens))
 
     def send(self, message: Message) -> None:
@@ -182,9 +184,30 @@ class _Step:
             self.release(task)
 
     def compute(self, task: Task) -> None:
-        if self.inputs.is_empty(task):
-            return
-        _RUN[task.kind](self, task)
+        if not self.inputs.is_empty(task):
+            _RUN[task.kind](self, task)
+        elif not self.has_nothing(task):
+            self.run_experts(task)
+
+    def has_nothing(self, task: Task) -> bool:
+        """Returns whether this rank computes nothing in a task, not even experts for the tokens of other ranks."""
+        return self.inputs.is_empty(task) and self.executor.plan.modules[task.module].expert_replicas == 1
+
+    def run_experts(self, task: Task) -> None:
+        """Runs what other ranks need of the experts of a stage in a task in which this rank has no samples."""
+        executor = self.executor
+        stage = executor.stages[task.stage_key]
+        if task.row.after is None:
+            needs_graph = self.program.has_backward(task)
+            with executor.functions.forward_context(), torch.set_grad_enabled(needs_graph):
+                output = stage.run_without_tokens(executor.device)
+            if needs_graph:
+                self.without_tokens[task.key] = output
+        elif task.row.runs_layers:
+            output = self.without_tokens.pop(task.key)
+            if output.requires_grad:
+                with stage.without_tokens():
+                    output.backward(torch.zeros_like(output))
 
     def forward(self, task: Task) -> None:
         """Runs a stage's forward on one chunk."""
@@ -225,7 +248,7 @@ class _Step:
         received: dict[str, list[Tensor | None]] = {}
         for payload, messages in _by_payload(self.queues.take_arrived(task)):
             shapes = self.messages.shapes(payload, task)
-            sizes = list(map(num_tokens_of, shapes))
+            sizes = list(map(payload.num_tokens, shapes))
             leaf = self.leaf(payload, messages, sum(sizes))
             leaf.requires_grad_(needs_graph and any(incoming.payload.needs_grad for incoming in messages))
             module = payload.producer[0]
@@ -303,7 +326,7 @@ class _Step:
         result: list[Tensor | None] = [None] * len(outputs)
         for payload, messages in _by_payload(self.queues.take_arrived(task)):
             crossed = payload.select_outputs(outputs)
-            sizes = [num_tokens_of(output.shape) for output in crossed]
+            sizes = [payload.num_tokens(output.shape) for output in crossed]
             total = self.queues.sum_gradients(messages, sum(sizes))
             pieces = [
                 piece.view(output.shape).to(output.dtype)
@@ -341,7 +364,7 @@ def _by_payload(messages: Sequence[Incoming]) -> list[tuple[Payload, list[Incomi
 
 def _flat_tokens(outputs: Sequence[Tensor], width: int) -> Tensor:
     """Joins all tokens of some outputs to `[num_tokens, width]`."""
-    pieces = [output.reshape(-1, output.shape[-1]) for output in outputs]
+    pieces = [output.reshape(-1, width) for output in outputs]
     if len(pieces) < 2:
         return pieces[0] if pieces else torch.zeros(0, width)
     return torch.cat(pieces)

@@ -18,7 +18,7 @@ from ..modeling.dtensors import local
 from ..modeling.stages import ModuleStage
 from ..plan import StageKey
 from ..world import World
-from .groups import ProcessGroups
+from .groups import ProcessGroups, tp_groups
 from .local_shards import LocalShard
 from .sharded_model import ShardedModel
 from .work import StepResult
@@ -43,7 +43,7 @@ def replicated_parameters(
     """Finds the parameters that each rank of a tp group holds whole, for the tp groups of this rank."""
     named = dict(sharded.model.named_parameters())
     result = []
-    for ranks in groups.tp_meshes:
+    for ranks in [ranks for ranks in tp_groups(sharded.plan) if ranks in groups.by_ranks]:
         # among `stages`, those of this rank
         own_stages = {key for key in stages if ranks in sharded.plan.stage(*key).mesh}
         modules = {}

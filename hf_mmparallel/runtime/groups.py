@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count, product
+from itertools import chain, count, product
 from typing import Any
 
 import numpy as np
@@ -62,10 +62,25 @@ def tp_groups(plan: ParallelPlan) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(ranks for ranks in groups if len(ranks) > 1))
 
 
+def expert_groups(plan: ParallelPlan) -> list[tuple[tuple[int, ...], ...]]:
+    """Lists the groups of ranks that share experts, each as its tp groups."""
+    groups = [
+        group
+        for module in plan.modules.values()
+        if module.ep_size > 1
+        for stage in range(len(module.replicas[0]))
+        for group in module.expert_groups(stage)
+    ]
+    return list(dict.fromkeys(groups))
+
+
 def collective_groups(plan: ParallelPlan, sync: Sequence[SyncGroup]) -> list[tuple[int, ...]]:
     """Lists the groups of a plan beside the world, in the order in which they are made."""
     summing = (ranks for group in sync for ranks in (group.ranks, *group.shard_groups, *group.replica_groups))
-    return list(dict.fromkeys((*tp_groups(plan), *context_groups(plan), *summing)))
+    experts = expert_groups(plan)
+    sharing = (ranks for group in experts for ranks in (tuple(chain(*group)), *zip(*group, strict=True)))
+    every = dict.fromkeys((*tp_groups(plan), *context_groups(plan), *sharing, *summing))
+    return [ranks for ranks in every if len(ranks) > 1]
 
 
 class ProcessGroups:
@@ -78,20 +93,20 @@ class ProcessGroups:
 
     def __init__(self, plan: ParallelPlan, sync: Sequence[SyncGroup], world: World):
         rank = world.rank
-        self.tp_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+        self.meshes: dict[tuple[int, ...], DeviceMesh] = {}  # of the ranks that cut parameters
         self.by_ranks: dict[tuple[int, ...], Any] = {}
-        of_tp = tp_groups(plan)
+        cutting = dict.fromkeys((*tp_groups(plan), *(tuple(chain(*group)) for group in expert_groups(plan))))
         for ranks in collective_groups(plan, sync):
             group = world.new_group(ranks)
             if rank in ranks:
                 self.by_ranks[ranks] = group
-        for ranks in of_tp:
+        for ranks in cutting:
             if rank in ranks:
-                self.tp_meshes[ranks] = DeviceMesh.from_group(
+                self.meshes[ranks] = DeviceMesh.from_group(
                     self.by_ranks[ranks],
                     world.device.type,
                     mesh=[world.processes[other] for other in ranks],
-                    mesh_dim_names=(f"tp_{next(_mesh_numbers)}",),
+                    mesh_dim_names=(f"cut_{next(_mesh_numbers)}",),
                 )
         if world.on_device:
             self._connect(world)
@@ -103,6 +118,6 @@ class ProcessGroups:
         for ranks in sorted(self.by_ranks):
             dist.all_reduce(token, group=self.by_ranks[ranks])
 
-    def tp_mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
-        """Returns the mesh of a tp group, `None` for a single rank."""
-        return self.tp_meshes.get(ranks)
+    def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
+        """Returns the mesh of ranks that cut parameters, `None` for a single rank."""
+        return self.meshes.get(ranks)

@@ -83,7 +83,7 @@ class _Collected:
         flat_slice, whole = slice_of(entry), whole_parameter(entry)
         if flat_slice is None:
             return name in self.owned or is_on_mesh(whole, self.owners[name])
-        tp_group = sharded.tp_group_of_owner(name) if isinstance(whole, DTensor) else (sharded.shards[name].owner,)
+        tp_group = sharded.group_of_owner(name) if isinstance(whole, DTensor) else (sharded.shards[name].owner,)
         processes = dist.get_process_group_ranks(flat_slice.group)
         return any(sharded.world.processes[rank] in processes for rank in tp_group)
 

@@ -137,6 +137,10 @@ class Payload:
     outputs: tuple[int, ...] | None = None  # indices of `features` among all of the producer's module
     num_outputs: int = 0  # features of the producer's module
 
+    def num_tokens(self, shape: Sequence[int]) -> int:
+        """Counts the tokens of a tensor; a hidden state that is several times wider counts as several."""
+        return math.prod(shape) // self.width
+
     @property
     def tensors_key(self) -> tuple:
         """Equal for payloads with the same tensors of a module for another one, whatever the replicas."""

@@ -70,11 +70,15 @@ class ShardedModel:
         """Returns whether this rank has a parameter, or a shard of it."""
         return bool(self.shards[name].on_rank(self.world.rank))
 
-    def tp_group_of_owner(self, name: str) -> tuple[int, ...]:
-        """Returns the tp group with which the owner of a parameter holds it."""
+    def group_of_owner(self, name: str) -> tuple[int, ...]:
+        """Returns the ranks that hold a parameter together with its owner: a tp group, or those that share experts."""
         shards = self.shards[name]
-        tp_groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
-        return next(tp_group for tp_group in tp_groups if shards.owner in tp_group)
+        module, _, stage = shards.stages[0]
+        if shards.axis == "ep":
+            groups = (tuple(itertools.chain(*group)) for group in self.plan.modules[module].expert_groups(stage))
+        else:
+            groups = (tp_group for key in shards.stages for tp_group in self.plan.stage(*key).mesh)
+        return next(group for group in groups if shards.owner in group)
 
     def write_adapter_card(self, folder: str | Path) -> None:
         """Writes or updates `peft`'s model card of an adapter, by which the Hub links it to its base."""

@@ -243,7 +243,8 @@ def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
         replicas[replica] = tuple(replace(stage, mesh=(_renumber(stage.all_ranks, numbers),)) for stage in stages)
     # `joint_replicas` stays what it is, without the cp ranks.
     sharding = replace(module.sharding, shard_size=module.joint_replicas) if module.sharding.zero_stage else None
-    return replace(module, replicas=tuple(replicas), sharding=sharding or module.sharding)
+    renumbered = replace(module, replicas=tuple(replicas), sharding=sharding or module.sharding)
+    return replace(renumbered, ep_size=module.expert_replicas * renumbered.tp_size)
 
 
 def _renumber(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:

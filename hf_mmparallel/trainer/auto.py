@@ -182,7 +182,7 @@ def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
     for given in (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage):
         for name, settings in given.items():
             module = plan.modules[name]
-            sizes = {key: getattr(module, key) for key in SIZES}
+            sizes = {key: getattr(module, key) for key in (*SIZES, "ep_size")}
             has = {**sizes, **asdict(module.sharding), **asdict(module.storage)}
             for key, value in settings.items():
                 if has[key] != value:

@@ -185,7 +185,8 @@ class ParallelMetricsCallback(EngineCallback):
     or as `model_flops_utilisation_of_measured_peak` of what matrix products reached. As means over the steps since the
     last log: the standard deviation of a microbatch's measured forward in each module (`forward_ms_std`), and, where
     sizes of samples are known, of its workload as arranged (`workload_std`) and in the sampler's order
-    (`workload_std_before`), with the share of deferred samples.
+    (`workload_std_before`), with the share of deferred samples. Of a mixture of experts `expert_imbalance`: how many
+    times the tokens of the mean expert the busiest one of a layer has, minus 1, as the mean over layers.
 
     The Trainer has one by itself under a plan; remove it with `trainer.remove_callback(ParallelMetricsCallback)`.
     """
@@ -232,6 +233,8 @@ class ParallelMetricsCallback(EngineCallback):
         balances = measure([ran.balance for ran in self.steps], self.engine.world)
         metrics |= mean_of(list(map(forward_metrics, balances)))
         metrics |= mean_of([ran.arrangement for ran in self.steps])
+        imbalance = self.engine.take_expert_imbalance()
+        metrics |= {f"parallel/expert_imbalance/{module}": excess for module, excess in imbalance.items()}
         self.begin()
         device = self.engine.costs.device
         if device.name != "cpu":

@@ -43,7 +43,7 @@ def git() -> PretrainedConfig:
 UNKNOWN = {
     mllama: r"`model.vision_model.transformer.layers` \(3 `MllamaVisionEncoderLayer`\), `model.vision_model.global_tr",
     qwen2_audio: r"`model.audio_tower.layers` \(3 `Qwen2AudioEncoderLayer`\); modules: `language_model`",
-    git: r"`git.encoder.layer` \(2 `GitLayer`\)",
+    git: r"`git.image_encoder.vision_model.encoder.layers` \(4 `GitVisionEncoderLayer`\)",
 }
 
 
@@ -121,11 +121,18 @@ def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
     assert list(build_model_spec(model).modules) == ["vision", LANGUAGE_MODEL]
 
 
-@pytest.mark.parametrize(
-    "family, salient",
-    [("dots3_note", "`num_attention_heads` for each layer"), ("muse_spark", "the layers of `audio`")],
-)
-def test_layers_that_differ_are_told_of(family: str, salient: str):
-    model = build_on_meta(hf.CONFIG_MAPPING[family](text_config={"num_hidden_layers": 4}))
-    with pytest.raises(ValueError, match=f"{salient}.* without `parallel`"):
+def test_layers_of_unknown_width_are_told_of():
+    model = build_on_meta(hf.CONFIG_MAPPING["muse_spark"](text_config={"num_hidden_layers": 4}))
+    with pytest.raises(ValueError, match="the layers of `audio`.* without `parallel`"):
         build_model_spec(model)
+
+
+def test_numbers_of_unlike_layers_are_those_that_all_can_be_cut_by():
+    full = {"head_dim": 32, "num_key_value_heads": 2}
+    config = hf.CONFIG_MAPPING["gemma4_text"](
+        **{**TEXT, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        per_layer_config={1: full, 3: full},
+    )
+    module = build_model_spec(build_on_meta(config)).language_model
+    assert (module.num_heads, module.num_kv_heads, module.head_width) == (8, 2, 24)

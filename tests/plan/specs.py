@@ -31,7 +31,9 @@ def vision_spec(num_layers: int = 6, deepstack: tuple[int, ...] = ()) -> ModuleS
     features = [FeatureSpec("image")]
     features += [FeatureSpec("image", "deepstack_features", layer, i) for i, layer in enumerate(deepstack)]
     sizes = (num_layers, 8, 8, 8, 32)
-    return ModuleSpec("vision", f"{tower}.layers", *sizes, tuple(parameters), tuple(features), tower, bool(deepstack))
+    return ModuleSpec(
+        "vision", f"{tower}.layers", *sizes, tuple(parameters), tuple(features), tower, tuple(range(len(deepstack)))
+    )
 
 
 def language_spec(num_layers: int = 4) -> ModuleSpec:
@@ -44,6 +46,18 @@ def language_spec(num_layers: int = 4) -> ModuleSpec:
     parameters.append(ParameterSpec(f"{prefix}.norm.weight", (16,), num_layers))
     sizes = (num_layers, 16, 4, 2, 32)
     return ModuleSpec(LANGUAGE_MODEL, f"{prefix}.layers", *sizes, tuple(parameters), tower=f"{prefix}.layers")
+
+
+def with_experts(spec: ModelSpec, num_experts: int) -> ModelSpec:
+    """The model with experts in each layer of its decoder."""
+    language = spec.language_model
+    names = [f"{language.stack}.{layer}.mlp.experts.down_proj" for layer in range(language.num_layers)]
+    experts = tuple(
+        ParameterSpec(name, (num_experts, 16, 8), layer, active_share=2 / num_experts, num_experts=num_experts)
+        for layer, name in enumerate(names)
+    )
+    language = replace(language, parameters=language.parameters + experts)
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language})
 
 
 def model_spec(

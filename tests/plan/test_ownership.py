@@ -3,11 +3,13 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given
 
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     Cut,
+    ModelSpec,
     ModulePlan,
     ModulePlugin,
     ParallelPlan,
@@ -20,7 +22,8 @@ from hf_mmparallel.plan import (
     sync_groups_of,
 )
 from hf_mmparallel.plan.ownership import trainable_stages
-from tests.plan.specs import model_spec, specs_and_plans
+from hf_mmparallel.schedule import find_representatives
+from tests.plan.specs import model_spec, specs_and_plans, with_experts
 
 SPEC = model_spec()
 MLP = "model.language_model.layers.0.mlp.weight"
@@ -151,6 +154,27 @@ def test_experts_over_ranks_are_shards_like_others():
     assert groups == {(0, 1, 2, 3): ("norm",), (0, 2): ("experts",), (1, 3): ("experts",)}
     assert counts(table, {"norm": (3,), "experts": (4, 2, 3), "gate_up": (4, 8, 3)}, 4) == dict.fromkeys(table, {1})
     assert [len(experts.on_rank(rank)) for rank in range(4)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("zero_stage", range(4))
+@pytest.mark.parametrize("ep_size", [2, 4, 8])
+def test_each_expert_is_on_the_ranks_of_its_place_in_each_group(ep_size: int, zero_stage: int):
+    """Of dp 2 x cp 2 x tp 2 on ranks 0 to 7, in which an expert has `8 / ep_size` copies."""
+    spec = with_experts(ModelSpec({LANGUAGE_MODEL: SPEC.language_model}), 8)
+    sizes = {"dp_size": 2, "cp_size": 2, "tp_size": 2, "ep_size": ep_size, "zero_stage": zero_stage}
+    plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(**sizes)})
+    table = parameter_shards(spec, plan)
+    shapes = {name: spec.parameters[name].shape for name in table}
+    assert counts(table, shapes, 8) == dict.fromkeys(table, {1})
+    experts = [name for name in table if ".experts." in name]
+    for name in experts:
+        held = {shard.cuts[0]: shard.holders for shard in table[name].shards}
+        expected = {Cut("ep", 0, i, ep_size): tuple(range(i, 8, ep_size)) for i in range(ep_size)}
+        assert held == expected and table[name].axis == "ep"
+    sums = {group.ranks for group in sync_groups(spec, plan) if set(group.parameters) & set(experts)}
+    assert sums == {tuple(range(i, 8, ep_size)) for i in range(ep_size)} - {(i,) for i in range(8)}
+    groups = find_representatives(plan, sync_groups(spec, plan))
+    assert groups.plan.modules[LANGUAGE_MODEL].joint_replicas == plan.modules[LANGUAGE_MODEL].joint_replicas
 
 
 def unlike(*parts: tuple[int, ...], **plugins) -> ParallelPlan:

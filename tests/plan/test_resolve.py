@@ -26,7 +26,7 @@ from hf_mmparallel.plan import (
 )
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.plan.resolve import sharding_without_effect
-from tests.plan.specs import model_spec
+from tests.plan.specs import model_spec, with_experts
 
 SPEC = model_spec()
 VISION = SPEC.modules["vision"]
@@ -131,17 +131,18 @@ def test_freezing_is_not_undone():
     assert all(p.trainable for p in VISION.parameters)
 
 
-def test_deepstack_features_enter_at_their_layers_and_leave_a_stack_that_is_not_cut():
+def test_deepstack_features_enter_at_their_layers_and_leave_the_last_stage():
     spec = model_spec(deepstack=(0, 1, 2))
     plan = resolve({"dp_size": 2}, {"layers_per_stage": [1, 2, 1]}, spec)
     (edge,) = plan.edges
     assert edge.layers == (0, 0, 1, 2)
     assert plan.edge_stages(edge, 0) == {0: (0, 1), 1: (2, 3)}
-    with pytest.raises(ValueError, match=r"`pp_size=2`: .* \(DeepStack\).* Use `pp_size=1`, with `dp_size`"):
-        resolve({"pp_size": 2}, spec=spec)
-    cut = dataclasses.replace(resolve({"pp_size": 2}), edges=resolve(spec=spec).edges)
-    with pytest.raises(ValueError, match="DeepStack"):
-        check_plan(cut, spec)
+    cut = resolve({"pp_size": 3}, {"layers_per_stage": [1, 2, 1]}, spec)
+    check_plan(cut, spec)
+    assert cut.edge_stages(cut.edges[0], 0) == plan.edge_stages(edge, 0)
+    # the outputs of layers 0 to 2 pass to the last stage, where they are read; one of them may be the hidden state
+    assert [spec.modules["vision"].states_before(layer) for layer in range(1, 6)] == [1, 2, 3, 4, 4]
+    assert model_spec().modules["vision"].states_before(4) == 1
 
 
 @pytest.mark.parametrize(
@@ -325,3 +326,37 @@ def test_what_crosses_an_edge_is_features_or_hidden_states():
     assert spec.edge_features(LANGUAGE_MODEL, "image") == spec.language_model.features
     assert spec.edge_width(LANGUAGE_MODEL, "image") == SPEC.language_model.hidden_size  # rows, which it projects
     assert (spec.modalities("image"), spec.modalities(LANGUAGE_MODEL)) == (("image",), ())
+
+
+EXPERTS = with_experts(SPEC, 12)
+
+
+@pytest.mark.parametrize(
+    ("language", "num_experts", "message"),
+    [
+        ({"dp_size": 2, "ep_size": 2}, 0, "`ep_size=2` of `language_model`: none of its layers has experts"),
+        ({"dp_size": 5, "ep_size": 5}, 12, "can't share 12 experts .* Leave `ep_size` out"),
+        ({"dp_size": 4, "ep_size": 3}, 12, "`ep_size=3` .*`dp_size=4` x .* Use one of 2, 4\\."),
+        ({"dp_size": 2, "tp_size": 2, "ep_size": 3}, 12, "Use one of 2, 4\\."),
+        ({"dp_size": 3, "cp_size": 2, "ep_size": 3}, 12, "Use one of 2, 6\\."),
+    ],
+)
+def test_ranks_that_cannot_share_experts_are_told(language: dict, num_experts: int, message: str):
+    spec = EXPERTS if num_experts else SPEC
+    with pytest.raises(ValueError, match=message):
+        resolve({}, language, spec)
+    alone = resolve({}, {key: size for key, size in language.items() if key != "ep_size"}, spec)
+    modules = {**alone.modules}
+    modules[LANGUAGE_MODEL] = dataclasses.replace(modules[LANGUAGE_MODEL], ep_size=language["ep_size"])
+    with pytest.raises(ValueError, match=message):  # also in a finished plan
+        check_plan(dataclasses.replace(alone, modules=modules), spec)
+
+
+def test_a_plan_keeps_the_ranks_that_share_experts(tmp_path):
+    plan = resolve({}, {"dp_size": 2, "cp_size": 2, "pp_size": 2, "ep_size": 4, "cp_block": 8}, EXPERTS)
+    plan.save(tmp_path / "plan.yaml")
+    assert ParallelPlan.load(tmp_path / "plan.yaml") == plan
+    module = plan.modules[LANGUAGE_MODEL]
+    assert module.layout == "dp 2 x pp 2 x cp 2, ep 4" and module.expert_groups(1) == [((3,), (4,), (7,), (8,))]
+    assert module.joint_replicas == 2
+    assert resolve({}, {"dp_size": 2, "cp_size": 2, "ep_size": 2}, EXPERTS).modules[LANGUAGE_MODEL].joint_replicas == 1

@@ -25,7 +25,7 @@ from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
-from hf_mmparallel.plan import LANGUAGE_MODEL, ParallelPlan, StepPlan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, sync_groups
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.message_queues import Handle, Transport
@@ -229,12 +229,13 @@ def run_loopback(
     collator: Callable[[list], Mapping[str, Any]],
     training: bool = True,
     transport: Callable[[int, LoopbackWorld], Transport] = LoopbackTransport,
+    spec: ModelSpec | None = None,  # of the model, if it is known
 ) -> Outcome:
     """
     Runs a step of `model` under `plan`, each rank on a pruned copy; gradients are summed over the ranks. The samples
     of a microbatch are packed where ranks share its tokens.
     """
-    spec = build_model_spec(model)
+    spec = spec or build_model_spec(model)
     program = build_program(plan, step, sync_groups(spec, plan), training=training)
     world = LoopbackWorld(TIMEOUT_S)
     copies = [copy.deepcopy(model) for _ in range(plan.world_size)]

@@ -104,7 +104,7 @@ def plans(draw, spec) -> ParallelPlan:
     cp_size = draw(st.sampled_from([1, 1, 2, 3])) if len(spec.encoders) == 1 else 1
     for name in (LANGUAGE_MODEL, *spec.encoders):
         module = spec.modules[name]
-        most = 1 if module.inner_features else 2 if name != LANGUAGE_MODEL else 3
+        most = 2 if name != LANGUAGE_MODEL else 3
         rows = []
         for _ in range(draw(st.integers(1, 3))):
             count = draw(st.integers(1, most))

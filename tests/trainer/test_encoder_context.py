@@ -81,6 +81,11 @@ ON_FOUR: dict[str, Case] = {
         {VISION: {**CP2, "dp_size": 2, "freeze": "tower", "colocate_with": LM}, LM: {"dp_size": 4}},
         {},
     ),
+    "stages cut inside DeepStack": (
+        "qwen3_vl",
+        {VISION: {**CP2, "pp_size": 2, "zero_stage": 1}, LM: {"colocate_with": VISION, "cp_size": 4, "cp_block": 16}},
+        {"data": False},
+    ),
     "ZeRO-2, three ranks to one": ("llava", {VISION: {"cp_size": 3, "zero_stage": 2}}, {}),
     "two encoders": (
         "qwen2_5_omni",

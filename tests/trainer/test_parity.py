@@ -90,6 +90,18 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {VISION: AGAIN, LM: {"pp_size": 3, "split_backward": True, **AGAIN}},
         {},
     ),
+    "qwen3_vl, stages of both cut inside DeepStack, recomputed": (
+        "qwen3_vl",
+        5,
+        {VISION: {"pp_size": 3, **AGAIN}, LM: {"pp_size": 2, **AGAIN}},
+        {},
+    ),
+    "qwen3_vl, virtual stages of vision, split backwards": (
+        "qwen3_vl",
+        2,
+        {VISION: {**VP2, "split_backward": True}, LM: {"colocate_with": VISION, "pp_size": 2}},
+        {},
+    ),
     "llava, split backwards of copies, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **SPLIT2}}, {}),
     "llava, split backwards of copies, ZeRO-2": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 2, **SPLIT2}}, {}),
     "llava, split backwards of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **SPLIT2}}, {}),
@@ -168,6 +180,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 CORE = (
+    "qwen3_vl, stages of both cut inside DeepStack, recomputed",
     "llava, tp 2 to tp 2 with stages",
     "gemma3, tied, uneven stages",
     "qwen2_vl, copies and stages",

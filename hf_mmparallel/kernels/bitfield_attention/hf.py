@@ -53,6 +53,10 @@ def register() -> None:
     masking_utils.AttentionMaskInterface.register(NAME, deferred_mask)
 
 
+class UnbuiltMaskError(ValueError, AttributeError):
+    """Raised for a model that computes with a [`DeferredMask`]."""
+
+
 class DeferredMask:
     """A mask `(batch, 1, query_length, key_length)` that a model requested, built when it is first read."""
 
@@ -67,10 +71,15 @@ class DeferredMask:
         self._words: dict[tuple[int, ...], tuple[Tensor | None, bool, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
+        raise UnbuiltMaskError(
             f'A mask under "{NAME}" attention is built by the layer that reads it and has no `{name}`; this model '
             'computes with its masks itself. Use `attn_implementation="sdpa"`.'
         )
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getattr__("values")
+
+    __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __invert__ = __eq__ = __ne__ = __lt__ = __getitem__
 
     @property
     def is_default(self) -> bool:
@@ -377,6 +386,11 @@ def _attend_by_mask(
         is_causal = False
     if mask is not None:
         mask = mask.to(query.device)
+        if mask.shape[-1] != key.shape[2]:
+            raise ValueError(
+                f"`{type(module).__name__}` attends to {key.shape[2]} keys, but its mask covers {mask.shape[-1]}: it "
+                f'has keys of its own, which "{NAME}" attention does not know. Use `attn_implementation="sdpa"`.'
+            )
     if plain:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, is_causal=is_causal)[0]
     if mask is None and is_causal:

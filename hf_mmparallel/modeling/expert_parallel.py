@@ -1,0 +1,276 @@
+"""
+Expert parallelism: the ranks of a group have some experts of each mixture whole, and tokens travel to theirs (Lepikhin
+et al. 2020, GShard).
+
+The ranks of a tensor-parallel group have the same tokens: each computes what its experts add to them, and the group
+sums it. Groups with other tokens send each token to those ranks, one in each group, that have any of its experts, and
+get back what these add to it. The experts compute by the model's own forward, which is that of transformers' modules
+with `use_experts_implementation`, on pairs of a token and an expert.
+
+Axes: T tokens of this rank, R rows that it computes, P pairs, K experts of a token, D features.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from .dtensors import give_own_memory, local, whole_shape
+from .tp_collectives import Sum, SumGradients, run
+
+_MARK = "_is_expert_parallel"  # attribute of modules with `use_experts_implementation`
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of tokens and weights, by their number
+_Layout = Sequence[tuple[int, torch.dtype]]  # width and dtype of tensors whose rows are sent together
+
+
+def experts_of(model: nn.Module) -> dict[str, Any]:
+    """Name -> module of the experts that ranks can share: each of its tensors has a slice for each of them."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, _MARK)
+        and list(module.parameters())
+        and all(whole_shape(parameter)[0] == module.num_experts for parameter in module.parameters())
+    }
+
+
+def share_experts(
+    model: nn.Module,
+    names: Collection[str],  # of the parameters of experts
+    mesh: DeviceMesh,  # of all ranks that share them, by tp group
+    tp_group: dist.ProcessGroup | None,  # ranks with the same tokens, `None` for one
+    row_group: dist.ProcessGroup | None,  # of this rank in each of several such groups
+    has_backward: Callable[[str], bool] = lambda name: True,  # whether a pass may reach these experts backwards
+) -> None:
+    """
+    Gives this rank its experts, in place: their parameters become `DTensor`s, and their forward gets and returns all
+    tokens of this rank. All ranks of the mesh hold the same weights and call this.
+    """
+    for name, experts in experts_of(model).items():
+        own = [attribute for attribute, _ in experts.named_parameters() if f"{name}.{attribute}" in names]
+        if not own:
+            continue
+        experts.num_experts //= mesh.size()
+        for attribute in own:
+            whole = experts._parameters[attribute]
+            cut = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), whole.requires_grad)
+            if not cut.is_meta:
+                give_own_memory(cut)
+            experts._parameters[attribute] = cut
+        experts.shared = SharedExperts(experts, mesh.get_local_rank(), tp_group, row_group, has_backward(name))
+        experts.forward = experts.shared
+
+
+@contextmanager
+def without_tokens(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """
+    Lets layers compute nothing but what their experts have to do for the tokens of other ranks: a forward of this
+    rank has none, `[0, D]`, and in its backward layers that are recomputed are so without tokens, too.
+    """
+    before = [(layer, layer.__dict__.get("forward")) for layer in layers]
+    for layer, _ in before:
+        layer.__dict__["forward"] = _ExpertsAlone(layer)
+    try:
+        yield
+    finally:
+        for layer, forward in before:
+            del layer.__dict__["forward"]
+            if forward is not None:
+                layer.__dict__["forward"] = forward
+
+
+class _ExpertsAlone:
+    """The forward of a layer without tokens."""
+
+    def __init__(self, layer: nn.Module):
+        self._layer: Any = layer
+        self._shared: list[Any] = [module.shared for module in layer.modules() if hasattr(module, "shared")]
+
+    def __call__(self, hidden_TD: Tensor) -> Tensor:
+        # as the forward that it stands for, see `GradientCheckpointingLayer` of transformers
+        if getattr(self._layer, "gradient_checkpointing", False) and self._layer.training and torch.is_grad_enabled():
+            return self._layer._gradient_checkpointing_func(self._run, hidden_TD)
+        return self._run(hidden_TD)
+
+    def _run(self, hidden_TD: Tensor) -> Tensor:
+        for experts in self._shared:
+            hidden_TD = experts(hidden_TD, hidden_TD.new_zeros(0, 0, dtype=torch.int64), hidden_TD.new_zeros(0, 0))
+        return hidden_TD
+
+
+class SharedExperts:
+    """The forward of the experts of a layer, of which this rank has some."""
+
+    def __init__(
+        self,
+        experts: Any,
+        rank: int,  # in the group that shares them
+        tp_group: dist.ProcessGroup | None,
+        row_group: dist.ProcessGroup | None,
+        has_backward: bool,
+    ):
+        self._experts, self._forward = experts, experts.forward
+        self._tp_group, self._row_group = tp_group, row_group
+        self._tp_size = 1 if tp_group is None else tp_group.size()
+        self._tp_rank = rank % self._tp_size
+        self._first = rank * experts.num_experts
+        # All ranks take part in a backward or none, whether or not what they compute needs it for itself.
+        self._anchor = torch.zeros(0, requires_grad=True) if has_backward else None
+
+    def __call__(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        if self._tp_group is not None:
+            hidden_TD = SumGradients.apply(hidden_TD, self._tp_group)  # type: ignore[assignment]
+            weights_TK = SumGradients.apply(weights_TK, self._tp_group)  # type: ignore[assignment]
+        compute = self._add_up if self._row_group is None else self._send_and_add_up
+        added_TD = compute(hidden_TD, index_TK, weights_TK)
+        return added_TD if self._tp_group is None else Sum.apply(added_TD, self._tp_group)  # type: ignore[return-value]
+
+    def _add_up(self, hidden_RD: Tensor, index_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        """Returns what the experts of this rank add to the tokens."""
+        index_RK = index_RK - self._first
+        row_P, slot_P = ((index_RK >= 0) & (index_RK < self._experts.num_experts)).nonzero(as_tuple=True)
+        hidden_PD, index_P1 = hidden_RD[row_P], index_RK[row_P, slot_P, None]
+        weights_P1 = weights_RK[row_P, slot_P, None]
+        if not len(row_P):  # weights have gradients of zeros, as those of experts without tokens do
+            hidden_PD = hidden_RD.sum(0, keepdim=True)
+            index_P1, weights_P1 = index_P1.new_zeros(1, 1), weights_P1.new_zeros(1, 1)
+        with self._own_weights():
+            added_PD = self._forward(hidden_PD, index_P1, weights_P1)[: len(row_P)]
+        return _sum_by_row(added_PD, row_P, len(hidden_RD)).to(hidden_RD.dtype)
+
+    def _send_and_add_up(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The same for tokens of all rows: sends those of this rank, and returns what other ranks add to them."""
+        group, num_rows = self._row_group, self._row_group.size()  # type: ignore[union-attr]
+        owner_TK = index_TK // self._experts.num_experts
+        rows = torch.arange(num_rows, device=index_TK.device) * self._tp_size + self._tp_rank
+        is_sent = (owner_TK[None] == rows[:, None, None]).any(-1)
+        token = is_sent.nonzero()[:, 1]  # by row
+        layout = _layout_of((hidden_TD, index_TK, weights_TK))
+        sent, received, layout_R = _agree(is_sent.sum(1), layout, group)
+        tensors = [tensor[token] for tensor in (hidden_TD, index_TK, weights_TK)]
+        arrived = _Exchange.apply(self._anchor, group, sent, received, layout_R, *tensors)
+        added_RD = self._add_up(*arrived)  # type: ignore[misc]
+        (added,) = _Exchange.apply(None, group, received, sent, layout[:1], added_RD)  # type: ignore[misc]
+        return _sum_by_row(added, token, len(hidden_TD)).to(hidden_TD.dtype)
+
+    @contextmanager
+    def _own_weights(self) -> Iterator[None]:
+        """Lets the model's code see the weights of this rank's experts as plain tensors."""
+        names = list(self._experts._parameters)
+        self._experts.__dict__.update({name: local(self._experts._parameters[name]) for name in names})
+        try:
+            yield
+        finally:
+            for name in names:
+                del self._experts.__dict__[name]
+
+
+def _sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """Sums values by their row, in float32 if they are narrower."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return values.new_zeros(num_rows, values.shape[1], dtype=dtype).index_add(0, row, values.to(dtype))
+
+
+class ExpertLoad:
+    """Counts the pairs of a token of this rank and an expert that it goes to, of some layers of a module."""
+
+    def __init__(self, layers: Mapping[int, nn.Module], num_layers: int, num_experts: int, device: torch.device):
+        self.counts = torch.zeros(num_layers, num_experts, device=device)
+        for index, layer in layers.items():
+            for experts in layer.modules():
+                if hasattr(experts, _MARK):
+                    experts.register_forward_pre_hook(functools.partial(self._count, index))
+
+    @torch.no_grad()
+    def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
+        if not experts.training:
+            return
+        chosen = args[1].flatten()
+        self.counts[layer].index_add_(0, chosen, self.counts.new_ones(len(chosen)))
+
+
+def load_excess(counts: Tensor) -> float | None:
+    """
+    Returns how much more the busiest expert of a layer has than the mean one, the mean over the layers of
+    [`ExpertLoad`] that have any; `None` if none has.
+    """
+    counts = counts[counts.sum(1) > 0]
+    return float((counts.amax(1) / counts.mean(1)).mean() - 1) if len(counts) else None
+
+
+# Rows of several tensors travel as the bytes of one.
+
+
+def _layout_of(tensors: Sequence[Tensor]) -> _Layout:
+    return [(tensor.shape[1], tensor.dtype) for tensor in tensors]
+
+
+def _agree(counts: Tensor, layout: _Layout, group: Any) -> tuple[list[int], list[int], _Layout]:
+    """
+    Returns the numbers of rows that this rank sends to each and receives, and their layout: a rank without tokens
+    knows neither how many experts a token has nor the dtypes.
+    """
+    (width, dtype), (num_experts, index_dtype), (_, weight_dtype) = layout
+    kinds = counts.new_tensor([num_experts, _DTYPES.index(dtype), _DTYPES.index(weight_dtype)])
+    told = torch.cat([counts[:, None], kinds.expand(len(counts), -1)], dim=1)
+    heard = torch.empty_like(told)
+    run(dist.all_to_all_single, heard, told, group=group)
+    received = heard.tolist()
+    _, num_experts, number, weight_number = max(received, key=lambda row: row[0] > 0)
+    known = [(width, _DTYPES[number]), (num_experts, index_dtype), (num_experts, _DTYPES[weight_number])]
+    return counts.tolist(), [row[0] for row in received], known
+
+
+def _transfer(
+    tensors: Sequence[Tensor], sent: list[int], received: list[int], layout: _Layout, group: Any
+) -> list[Tensor]:
+    """Sends rows to the ranks of a group, and returns those that they have sent."""
+    packed = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], dim=1)
+    widths = [width * dtype.itemsize for width, dtype in layout]
+    arrived = packed.new_empty(sum(received), sum(widths))
+
+    def exchange(output: Tensor, input: Tensor, group: Any) -> None:
+        dist.all_to_all_single(output, input, received, sent, group=group)
+
+    run(exchange, arrived, packed, group=group)
+    pieces = arrived.split(widths, dim=1)
+    return [piece.contiguous().view(dtype) for piece, (_, dtype) in zip(pieces, layout, strict=True)]
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends rows of tensors to ranks of a group; their gradients take the way back."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        anchor: Tensor | None,
+        group: Any,
+        sent: list[int],
+        received: list[int],
+        layout: _Layout,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.back = group, received, sent
+        ctx.is_float = [tensor.is_floating_point() for tensor in tensors]
+        ctx.layout = [own for own, is_float in zip(_layout_of(tensors), ctx.is_float, strict=True) if is_float]
+        # A recomputed forward goes on as long as something is saved in it: all ranks send, or none.
+        ctx.save_for_backward(tensors[0].new_empty(0))
+        arrived = _transfer(tensors, sent, received, layout, group)
+        ctx.mark_non_differentiable(*(tensor for tensor in arrived if not tensor.is_floating_point()))
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors  # recomputes the forward first
+        group, sent, received = ctx.back
+        of_floats = [gradient for gradient, is_float in zip(gradients, ctx.is_float, strict=True) if is_float]
+        returned = iter(_transfer(of_floats, sent, received, ctx.layout, group))
+        return (None,) * 5 + tuple(next(returned) if is_float else None for is_float in ctx.is_float)

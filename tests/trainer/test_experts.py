@@ -1,0 +1,188 @@
+"""Ranks that share the experts of a mixture give the stock Trainer's losses, gradient norms and final weights."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests import tiny
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, LM = "vision", "language_model"
+TEXT = {**tiny.HEADS, "num_hidden_layers": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+ROUTED |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"head_dim": 8}
+# Class -> configuration
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3MoeForCausalLM": {**TEXT, **EXPERTS},
+    "MixtralForCausalLM": {**TEXT, **LOCAL},
+    "GptOssForCausalLM": {**TEXT, **LOCAL, "layer_types": ["sliding_attention", "full_attention"]},
+    "DeepseekV3ForCausalLM": {**TEXT, **ROUTED, **LATENT, "num_key_value_heads": 4},
+    "GraniteMoeForCausalLM": {**TEXT, **LOCAL},
+    "Glm4MoeForCausalLM": {**TEXT, **ROUTED},
+    "Ernie4_5_MoeForCausalLM": {**TEXT, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+}
+
+
+def of_family(name: str) -> dict[str, Any]:
+    """A seeded model and its samples."""
+    cls = getattr(transformers, name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = cls(cls.config_class(**FAMILIES[name]))
+    # a batch of one sample is the last: all replicas but one have none
+    data = tiny.make_dataset("llama", 2 * runs.GLOBAL_BATCH + 1)
+    return {"model": model, "data": data, "max_steps": 3}
+
+
+def train(cases: list[tuple[str, dict[str, Any]]]) -> list[runs.Run]:
+    result = []
+    for family, layout in cases:
+        trainer = runs.make_trainer("llama", {LM: layout}, **of_family(family))
+        check_shares(trainer, layout["ep_size"])
+        result.append(runs.run_of(trainer, evaluate=True))
+        assert trainer.state.log_history[0]["parallel/expert_imbalance/language_model"] > 0
+    return result
+
+
+def check_shares(trainer: Any, ep_size: int) -> None:
+    """This rank has its share of the experts, and no more."""
+    experts = [p for name, p in trainer.model.model.named_parameters() if ".experts." in name and p.numel() > 1]
+    assert experts and all(p.shape[0] == 4 and p.to_local().shape[0] == 4 // ep_size for p in experts)
+
+
+def assert_same(family: str, named: dict[str, runs.Run]) -> None:
+    reference = runs.stock("llama", evaluate=True, **of_family(family))
+    for name, run in named.items():
+        runs.assert_same_run(run, reference)
+        assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5), name
+
+
+AGAIN = {"activation_checkpointing": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "within a tp group": {"tp_size": 2, "ep_size": 2},
+        "over replicas": {"dp_size": 2, "ep_size": 2},
+        "over cp ranks, recomputed": {"cp_size": 2, "ep_size": 2, "cp_block": 8, **AGAIN},
+    },
+    4: {
+        "over tp and replicas": {"dp_size": 2, "tp_size": 2, "ep_size": 4},
+        "over cp and replicas, recomputed": {"dp_size": 2, "cp_size": 2, "ep_size": 4, "cp_block": 8, **AGAIN},
+        "pairs of replicas, ZeRO-3": {"dp_size": 4, "ep_size": 2, "zero_stage": 3},
+        "stages, recomputed": {"dp_size": 2, "pp_size": 2, "ep_size": 2, **AGAIN},
+        "replicas, ZeRO-2, recomputed": {"dp_size": 4, "ep_size": 4, "zero_stage": 2, **AGAIN},
+        "tp, ZeRO-3": {"dp_size": 2, "tp_size": 2, "ep_size": 2, "zero_stage": 3},
+        "cp, ZeRO-1": {"dp_size": 2, "cp_size": 2, "ep_size": 2, "cp_block": 8, "zero_stage": 1},
+        "stages with split backwards": {"dp_size": 2, "pp_size": 2, "ep_size": 2, "split_backward": True},
+    },
+}
+
+
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_layouts_equal_the_stock_trainer(world_size: int):
+    cases = [("Qwen3MoeForCausalLM", layout) for layout in LAYOUTS[world_size].values()]
+    results = run_distributed(train, world_size, cases, timeout=250)[0]
+    assert_same("Qwen3MoeForCausalLM", dict(zip(LAYOUTS[world_size], results, strict=True)))
+
+
+@pytest.mark.parametrize("family", runs.deep_but(FAMILIES, "GptOssForCausalLM", "DeepseekV3ForCausalLM"))
+def test_families_equal_the_stock_trainer(family: str):
+    cases = [(family, LAYOUTS[2][name]) for name in ("within a tp group", "over replicas")]
+    results = run_distributed(train, 2, cases, timeout=200)[0]
+    assert_same(family, {str(layout): run for (_, layout), run in zip(cases, results, strict=True)})
+
+
+# Frozen parts, adapters and what is refused
+
+SPREAD = {"dp_size": 2, "ep_size": 2}
+FROZEN = {
+    "router": {**SPREAD, "freeze": r"\.gate\."},
+    "experts": {**SPREAD, "freeze": r"\.experts\.", **AGAIN},
+    # the experts of the first layer have no backward on any rank
+    "first layers": {**SPREAD, "freeze": [r"layers\.0\.", "embed_tokens"]},
+}
+
+
+def train_frozen() -> list[runs.Run]:
+    return [runs.parallel_run("llama", {LM: layout}, **of_family("Qwen3MoeForCausalLM")) for layout in FROZEN.values()]
+
+
+def test_frozen_parts_equal_the_stock_trainer():
+    for run, layout in zip(run_distributed(train_frozen, 2)[0], FROZEN.values(), strict=True):
+        freeze = {LM: layout["freeze"]}
+        runs.assert_same_run(run, runs.stock("llama", freeze=freeze, **of_family("Qwen3MoeForCausalLM")))
+
+
+def train_adapters(layouts: list[dict[str, Any]]) -> list[runs.Run]:
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    arguments = of_family("Qwen3MoeForCausalLM")
+    result = []
+    for layout in layouts:
+        model = copy.deepcopy(arguments["model"])
+        layout = {LM: {**layout, "peft_config": lora}}
+        result.append(runs.parallel_run("llama", layout, **{**arguments, "model": model}))
+    return result
+
+
+def test_adapters_beside_shared_experts_equal_those_of_one_rank():
+    alone = run_distributed(train_adapters, 1, [{}])[0][0]
+    for run in run_distributed(train_adapters, 2, [SPREAD, {"tp_size": 2, "ep_size": 2}])[0]:
+        runs.assert_same_run(run, alone)
+
+
+# A multimodal model
+
+
+def test_a_multimodal_model_equals_the_stock_trainer():
+    layout = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "ep_size": 2, "colocate_with": VISION}}
+    runs.assert_a_layout_equals_the_stock_trainer("qwen3_vl_moe", 2, layout, max_steps=3)
+
+
+# Checkpoints
+
+SAVED = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+OTHERS = {
+    "tp": {"tp_size": 2, "ep_size": 2},
+    "no sharing": {"tp_size": 2},
+    "ZeRO": {"dp_size": 2, "ep_size": 2, "zero_stage": 1},
+}
+
+
+def save_and_resume(folder: Path) -> list[runs.Run]:
+    family = {**of_family("Qwen3MoeForCausalLM"), **SAVED}
+
+    def run(name: str, layout: dict[str, Any], checkpoint: Path | None = None, model: Any = None) -> runs.Run:
+        model = copy.deepcopy(family["model"]) if model is None else model
+        return runs.saving_run("llama", folder / name, {LM: layout}, checkpoint, **{**family, "model": model})
+
+    results = [run("first", SPREAD)]
+    checkpoint = folder / "first" / "checkpoint-2"
+    results += [run(name, layout, checkpoint) for name, layout in OTHERS.items()]
+    # experts of a checkpoint are read by the ranks that have them
+    return [*results, run("from a folder", SPREAD, checkpoint, str(checkpoint))]
+
+
+def test_runs_go_on_under_other_layouts(tmp_path: Path):
+    family = {**of_family("Qwen3MoeForCausalLM"), **SAVED}
+    reference = runs.stock("llama", **family)
+    first, *resumed = run_distributed(save_and_resume, 2, tmp_path, timeout=200)[0]
+    runs.assert_same_run(first, reference, rtol=1e-4, atol=2e-5)
+    for run in resumed:
+        runs.assert_same_run(run, reference, rtol=1e-4, atol=2e-5)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "checkpoint-4")
+    for name, value in saved.state_dict().items():
+        assert first.weights is not None
+        torch.testing.assert_close(value, first.weights[name])
