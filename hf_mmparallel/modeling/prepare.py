@@ -13,8 +13,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from ..plan import ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
-from .spec import inside, layers_of, module_parts
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
+from .spec import ModulePart, inside, layers_of, module_parts
 from .stages import ModuleStage
 from .unowned import drop_unowned_parameters, identity_layer, is_unowned
 
@@ -104,6 +104,7 @@ def prepare_stages(
     parts = module_parts(model)
     for name in spec.encoders:
         _check_selected_layers(model, spec.modules[name], plan)
+    _check_row_layers(parts, plan)
     owned = {
         (name, replica, index): stage
         for name, module in plan.modules.items()
@@ -142,6 +143,20 @@ def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int |
     ):
         return None
     return min(index % (module.num_layers + 1) for index in ([selected] if isinstance(selected, int) else selected))
+
+
+def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> None:
+    """Refuses a generator that reads hidden states which the language model's last stage does not compute."""
+    first = max(stages[-1].layers[0] for stages in plan.modules[LANGUAGE_MODEL].replicas)
+    num_layers = plan.modules[LANGUAGE_MODEL].replicas[0][-1].layers[1]
+    for name, part in parts.items():
+        layer = None if part.generator is None else part.generator.settings.layer
+        if layer is not None and layer % (num_layers + 1) < first:
+            raise ValueError(
+                f"`layer={layer}` of generator `{name}` selects hidden state {layer % (num_layers + 1)}, which the "
+                f"last stage of `{LANGUAGE_MODEL}` (layers {first} to {num_layers}) does not have. Use a later one, "
+                "or `layers_per_stage` with a longer last stage."
+            )
 
 
 def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:

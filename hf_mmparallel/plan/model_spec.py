@@ -99,10 +99,10 @@ class ModuleSpec:
     # and for the last one
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
-    # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
-    is_chain: bool = True
     # layers whose outputs are read again behind the last one (DeepStack), to which they pass through all later stages
     taps: tuple[int, ...] = ()
+    # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
+    is_chain: bool = True
     # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default
     head_dim: int | None = None
     attention: str = "sdpa"  # the attention function, such as `"eager"`

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_mmparallel import ModulePlugin
-from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.plan.resolve import resolve_plan
 from tests import any_to_any as cases
 from tests.any_to_any import IMAGE, LM, VISION
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 SHORT: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
 ON_VISION, ON_LM = {"colocate_with": VISION}, {"colocate_with": LM}
-# Name -> (kinds of generators, ranks, layout, further arguments), which cover kinds x frozen settings x layouts
+# Name -> (kinds of generators, ranks, layout, further arguments or `layer`): kinds x frozen settings x layouts
 LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] = {
     "U-Net beside vision": (("unet",), 2, {IMAGE: ON_VISION}, {}),
     "codes beside a frozen language model": (("codes",), 2, {LM: {"freeze": True}, IMAGE: ON_LM}, {}),
@@ -36,11 +36,11 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] 
         {IMAGE: {**ON_VISION, "freeze": "tower"}, "unet": ON_LM},
         {"microbatch_assignment": "batch_rebalance"},
     ),
-    "stages of codes, all shared": (
+    "stages of codes that read an inner layer, all shared": (
         ("codes",),
         2,
         {VISION: {"pp_size": 2}, LM: {"pp_size": 2, **ON_VISION}, IMAGE: {"pp_size": 2, **ON_VISION}},
-        {},
+        {"layer": 3},
     ),
     "each on ranks of its own, split backwards": (
         ("dit",),
@@ -92,14 +92,14 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] 
 }
 
 
-def words(kinds: tuple[str, ...], **settings: Any) -> dict[str, Any]:
-    return {"model": cases.compose(*kinds, **settings), "data": cases.make_dataset(*kinds), **SHORT}
+def words(kinds: tuple[str, ...], layer: int | None = None, **arguments: Any) -> dict[str, Any]:
+    return {"model": cases.compose(*kinds, layer=layer), "data": cases.make_dataset(*kinds), **SHORT, **arguments}
 
 
 def run_all(world_size: int) -> dict[str, runs.Run]:
     """The layouts with so many ranks, one after the other."""
     return {
-        name: runs.parallel_run("llava", layout, **words(kinds), **arguments)
+        name: runs.parallel_run("llava", layout, **words(kinds, **arguments))
         for name, (kinds, size, layout, arguments) in LAYOUTS.items()
         if size == world_size
     }
@@ -110,9 +110,10 @@ def test_any_layout_equals_the_stock_trainer(world_size: int):
     found = run_distributed(run_all, world_size, world_size, timeout=280)
     assert len(found[0]) > 1
     for name, run in found[0].items():
-        kinds, _, layout, _ = LAYOUTS[name]
+        kinds, _, layout, arguments = LAYOUTS[name]
+        alone = words(kinds, arguments.get("layer"))
         try:
-            runs.assert_same_run(run, runs.stock("llava", freeze=runs.frozen(layout), **words(kinds)))
+            runs.assert_same_run(run, runs.stock("llava", freeze=runs.frozen(layout), **alone))
         except AssertionError as error:
             raise AssertionError(name) from error
         assert all(rank[name].logs == run.logs for rank in found)
@@ -164,3 +165,11 @@ def test_blocks_that_are_no_chain_are_not_cut(setting: str):
     sizes = {"dp_size": 2, "zero_stage": 2} if setting == "zero_stage" else {setting: 2}
     with pytest.raises(ValueError, match=f"`{setting}=2` of `image`"):
         resolve_plan(spec, {IMAGE: ModulePlugin(**sizes)})  # type: ignore[arg-type]
+
+
+def test_a_layer_before_the_last_stage_is_refused():
+    model = cases.compose("codes", layer=1)
+    spec = build_model_spec(model)
+    plan = resolve_plan(spec, {LM: ModulePlugin(pp_size=2)})
+    with pytest.raises(ValueError, match="`layer=1` of generator `image`"):
+        prepare_stages(model, spec, plan, 0)
