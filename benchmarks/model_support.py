@@ -75,6 +75,10 @@ class Found:
     text: str = ""  # the sentence of a refusal, the message of a crash, the difference of wrong numbers
     where: str = ""  # the line that raised it
 
+    def stored(self) -> dict[str, str]:
+        """What a result keeps."""
+        return {name: value[:400] for name, value in asdict(self).items() if value}
+
 
 class Different(Exception):
     """Numbers are not those of one process."""
@@ -93,7 +97,10 @@ class Case:
     def of(cls, model: PreTrainedModel, samples: Samples) -> Case:
         rows = [samples.rows[start : start + MICROBATCH] for start in range(0, SAMPLES, MICROBATCH)]
         batches = [samples.collate(of_microbatch) for of_microbatch in rows]
-        return cls(model, samples, *trained(model, batches))
+        result = cls(model, samples, *trained(model, batches))
+        with torch.no_grad():  # a model may keep what it computed, which can't be copied with its graph
+            model(**batches[0], use_cache=False)
+        return result
 
     @functools.cached_property
     def spec(self) -> ModelSpec:
@@ -405,6 +412,13 @@ def results_of(family: str, names: Sequence[str]) -> dict[str, Found]:
     return {name: found.get(name, Found(CRASH, outcome.text or "no result")) for name in names}
 
 
+def write(path: Path, stored: Mapping[str, Any]) -> None:
+    """Writes the result, a line for each family, in the order of transformers."""
+    lines = [f"{json.dumps(name)}: {json.dumps(stored[name])}" for name in shrunk_models.families() if name in stored]
+    described = json.dumps(common.machine(common.QUICK, os.getloadavg()))[:-1]
+    path.write_text(described + ',\n"families": {\n' + ",\n".join(lines) + "\n}}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="*", help="model types; all by default")
@@ -424,7 +438,7 @@ def main() -> None:
             break
         began = time.monotonic()
         found = results_of(family, names)
-        stored[family] = {**stored.get(family, {}), **{name: asdict(f) for name, f in found.items()}}
+        stored[family] = {**stored.get(family, {}), **{name: f.stored() for name, f in found.items()}}
         counts = Counter(f.status for f in found.values())
         print(
             f"{family}: {', '.join(f'{n} {s}' for s, n in counts.items())} ({time.monotonic() - began:.1f} s)",
@@ -435,8 +449,7 @@ def main() -> None:
                 print(f"    {name}: {f.status}: {f.text[:250]} [{f.where}]", flush=True)
                 if f.status == NOT_BUILT:
                     break
-        ordered = {f: stored[f] for f in shrunk_models.families() if f in stored}
-        path.write_text(json.dumps({"transformers": transformers.__version__, "families": ordered}, indent=1) + "\n")
+        write(path, stored)
 
 
 if __name__ == "__main__":

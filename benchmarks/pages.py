@@ -25,6 +25,7 @@ import context_figures
 import device_figures
 import failure_figures
 import mode_figures
+import model_figures
 import paper_figures
 import planner_figures
 import published_figures
@@ -43,6 +44,7 @@ QUOTING = (
     context_figures,
     failure_figures,
     mode_figures,
+    model_figures,
     paper_figures,
     planner_figures,
     published_figures,

@@ -261,7 +261,7 @@ Shape = tuple[Callable[[int], tuple[int, ...]], int]
 
 def _sound_shapes(config: Any) -> Iterator[Shape]:
     mel = (
-        _number(config, "num_mel_bins", "n_mel_bins", "input_feat_size", "feature_size", "input_dim", "mel_dim") or 16
+        _number(config, "num_mel_bins", "n_mel_bins", "input_feat_size", "feature_size", "input_dim", "mel_dim") or 128
     )
     longest = 2 * _number(config, "max_source_positions")
     for size in dict.fromkeys(filter(None, (longest, 64, 32, 128, 3200, 6400))):

@@ -102,7 +102,7 @@ WHERE_NONE: dict[str, Callable[[Place], int]] = {
     "num_key_value_heads": lambda place: 4,
 }
 """Settings that no model has by default, and can't be built without."""
-RATES = re.compile(r"drop(out)?(_?(rate|prob|path|p))?$|pdrop$|dropout|layerdrop|drop_path")
+RATES = re.compile(r"drop(out)?(_?(rate|prob|path|p))?$|pdrop$|dropout|layerdrop|drop_path|jitter")
 TEXT_PARTS = ("encoder", "text_config", "llm_config", "language_config", "decoder", "thinker_config", "talker_config")
 UNTOUCHED = ("transformers_version", "_name_or_path", "model_type", "architectures", "id2label", "label2id")
 
@@ -356,6 +356,7 @@ CHANGES: dict[str, Change] = {
     "qwen4_exp_text": Change(_INDEXER),
     "vibevoice_asr": Change({"acoustic_tokenizer_chunk_size": 3200}),
     "vipllava": Change({"vision_feature_layer": [-2, -3, 1]}),
+    "gemma4": Change({"audio_config": None}),
     "gemma3n_text": Change({"num_kv_shared_layers": 0}),
 }
 

@@ -102,6 +102,7 @@ def prepare_stages(
     (see [`is_unowned`]). Raises `ValueError` if a module can't be split as planned.
     """
     parts = module_parts(model)
+    _check_shared_layers(spec, plan)
     for name in spec.encoders:
         _check_selected_layers(model, spec.modules[name], plan)
     _check_row_layers(parts, plan)
@@ -133,6 +134,22 @@ def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
             for index, part in enumerate(parts):
                 if all(is_unowned(parameter) for parameter in part.parameters()):
                     parts[index] = identity_layer(part)
+
+
+def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
+    """Refuses a parameter that layers of two stages share (Zamba), which would be two parameters with one name."""
+    for name, uses in spec.used_at.items():
+        inner = [use for use in uses if 0 <= use[1] < spec.modules[use[0]].num_layers]
+        if len(inner) < 2 or inner[0][0] != inner[1][0]:
+            continue
+        module, layers = inner[0][0], [layer for _, layer in inner]
+        for replica in plan.modules[module].replicas:
+            holders = {index for index, stage in enumerate(replica) for at in layers if at in range(*stage.layers)}
+            if len(holders) > 1:
+                raise ValueError(
+                    f"`{name}` is shared by the layers {layers} of `{module}`, which are in different stages. Use "
+                    "`pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+                )
 
 
 def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int | None:

@@ -418,7 +418,8 @@ def _hidden_shape(tower: nn.Module, first: nn.Module, hidden_size: int) -> tuple
     shapes: list[tuple[int, ...]] = []
 
     def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shapes.append(tuple(hidden_of(args, kwargs).shape[2:]))
+        shape = tuple(hidden_of(args, kwargs).shape)
+        shapes.append(shape[2:] if shape[:2] == (1, 4) else (hidden_size,))
         raise StopIteration
 
     hook = first.register_forward_pre_hook(stop, with_kwargs=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ..kernels.bitfield_attention.hf import needing_words
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
 from .expert_parallel import without_tokens
@@ -95,6 +98,11 @@ class LayerInterceptor:
             if run.probe:
                 raise StageExit(arrived)
             assert run.hidden is not None
+            if run.entered:
+                raise ValueError(
+                    f"`{type(layer).__name__}` runs several times in a forward of the model, whose layers can't be "
+                    "split into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+                )
             # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
             # adds features)
             args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
@@ -378,8 +386,32 @@ class ModuleStage:
         features `[feature tokens, hidden]`, or the generator's loss summed over targets; others the hidden states.
         Raises `ValueError` if features that enter at this stage are missing.
         """
+        with self._sharing():
+            return self._run(inputs, hidden, features or {}, num_tokens)
+
+    @contextmanager
+    def _sharing(self) -> Iterator[None]:
+        """A forward, in which a model's code may fail for matrices of which this rank has a share."""
+        try:
+            yield
+        except (RuntimeError, TypeError) as error:
+            is_shared = any(isinstance(parameter, DTensor) for _, parameter in self.parameters())
+            if not is_shared or not re.search("shape|size of tensor|DTensor|broadcast", str(error)):
+                raise
+            raise ValueError(
+                f"The code of `{type(self.model).__name__}` fails where ranks share the matrices of "
+                f"`{self.module_name}` ({type(error).__name__}: {error}). Use `tp_size=1` for it."
+            ) from error
+
+    def _run(
+        self,
+        inputs: Mapping[str, Any],
+        hidden: Sequence[Tensor] | None,
+        features: Mapping[str, Sequence[Tensor | None]],
+        num_tokens: Mapping[str, int] | None,
+    ) -> list[Tensor]:
         if self.module_name == LANGUAGE_MODEL:
-            return self._run_language_model(inputs, hidden, features or {}, num_tokens)
+            return self._run_language_model(inputs, hidden, features, num_tokens)
         if self.parts[self.module_name].generator is None:
             return self._run_encoder(inputs, hidden or [])
         received = (features or {}).get(LANGUAGE_MODEL, ())
@@ -565,7 +597,8 @@ class ModuleStage:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features, num_tokens)
         run = self._run(hidden or ())
-        with self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
+        words = needing_words(kwargs.get("attention_words"))
+        with words, self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
                 return self._last_outputs(self.model(**kwargs | feature_kwargs))
             with self._interceptor.running(run):

@@ -81,6 +81,7 @@ def _num_outputs(cls: type[nn.Module]) -> int:
         return 0
     with _PARSING:
         tree = ast.parse(textwrap.dedent(source))
+    longer: set[str] = set()
     named = {
         target.id: len(node.value.elts)
         for node in ast.walk(tree)
@@ -88,6 +89,10 @@ def _num_outputs(cls: type[nn.Module]) -> int:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Tuple):
+            longer.add(node.target.id)  # once, as in both branches of a condition
+    named = {name: size + (name in longer) for name, size in named.items()}
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
     sizes = [len(v.elts) for v in returned if isinstance(v, ast.Tuple)]
     return max([*sizes, *(named[v.id] for v in returned if isinstance(v, ast.Name) and v.id in named)], default=0)

@@ -6,6 +6,8 @@ A layer without words uses the mask that the model requested.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from inspect import getclosurevars
 from typing import Any
 
@@ -27,6 +29,20 @@ _NEITHER = (
     "`attention_mask`. A model whose decoder layers keep arguments that they do "
     "not know from their attention (Nemotron, StableLM) can't be packed."
 )
+
+
+# Whether layers of language models attend to tokens of other ranks, which words alone can say.
+_NEEDS_WORDS: ContextVar[bool] = ContextVar("needs_words", default=False)
+
+
+@contextmanager
+def needing_words(words: Any) -> Iterator[None]:
+    """A forward, whose layers may not go without these words if ranks share them."""
+    token = _NEEDS_WORDS.set(words is not None and not isinstance(words, Tensor))
+    try:
+        yield
+    finally:
+        _NEEDS_WORDS.reset(token)
 
 
 # The parts of a mask function of transformers that words and a window express.
@@ -230,6 +246,8 @@ def bitfield_attention_forward(
             language model that trains with neither words nor a mask.
     """
     _refuse(module, dropout, attention_mask, kwargs)
+    if attention_words is None and _NEEDS_WORDS.get() and _layer_kind(module) is not None:
+        raise ValueError(_NEITHER.format(type(module).__name__))
     softcap = softcap or 0.0
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_words is None and isinstance(attention_mask, DeferredMask) and not torch.compiler.is_compiling():
