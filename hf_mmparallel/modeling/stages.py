@@ -468,7 +468,7 @@ class ModuleStage:
         sent: list[Tensor] = []
         for number, modality in enumerate(self.present(inputs)):
             self.modality, self.is_first_run = modality, not number
-            run = self._run(hidden[number * self._num_received :])
+            run = self._stage_run(hidden[number * self._num_received :])
             encoded = self._encode(modality, inputs, run)
             if self.is_last:
                 outputs[modality] = encoded.output
@@ -481,7 +481,7 @@ class ModuleStage:
 
     def _run_generator(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None, rows: Tensor) -> list[Tensor]:
         """Runs a generator on the rows of the language model; the last stage returns the loss summed over targets."""
-        run = self._run(hidden or ())
+        run = self._stage_run(hidden or ())
         encoded = self._generated(inputs, rows, run)
         states = [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
         return self._checked_once(states, hidden or [], inputs) if states else [encoded.output]
@@ -499,7 +499,7 @@ class ModuleStage:
         width, device = self.spec.language_model.hidden_size, inputs["input_ids"].device
         return torch.zeros(count, width, dtype=self.input_dtype, device=device)
 
-    def _run(self, states: Sequence[Tensor]) -> StageRun:
+    def _stage_run(self, states: Sequence[Tensor]) -> StageRun:
         """A forward of this stage with the first of some hidden states, which it receives for a modality."""
         first, stop = self.layers
         # of the layer before, and those of taps in the order of their layers
@@ -596,7 +596,7 @@ class ModuleStage:
     ) -> list[Tensor]:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features, num_tokens)
-        run = self._run(hidden or ())
+        run = self._stage_run(hidden or ())
         words = needing_words(kwargs.get("attention_words"))
         with words, self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
             if self._interceptor is None:
