@@ -22,6 +22,7 @@ WITHOUT = {
     "ParallelMetricsCallback": "the Trainer adds it",
     "ParallelModel": "what `prepare` returns",
     "__version__": "a string",
+    "start_anew_at_samples": "`PackingCollator` calls it",
 }
 
 

@@ -43,7 +43,7 @@ from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.run_log import module_digests
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
-from tests import tiny
+from tests import any_to_any, tiny
 from tests.data import processors
 from tests.data.conversations import conversation
 from tests.distributed import run_distributed
@@ -139,6 +139,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "openai/whisper-small": _whisper,
     "meta-llama/Llama-3.2-1B-Instruct": _language_model,
     "Qwen/Qwen3-0.6B": _language_model,
+    "stabilityai/stable-diffusion-2-1": lambda path: any_to_any.unet().save_pretrained(path / "unet"),
     "llava-hf/llava-1.5-7b-hf": _whole_llava,
     "Qwen/Qwen2.5-VL-3B-Instruct": _whole_llava,  # no video processor without torchvision
     "LLaVA-Pretrain/images": _pictures,

@@ -22,7 +22,8 @@ Without sizes of modules, or with some of them and --gpus, the best plan is sear
 
 settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_size` and so on):
   dp, pp, tp          data-parallel replicas, pipeline stages, tensor-parallel size
-  cp                  context-parallel size (language_model only)
+  cp                  context-parallel size: ranks that share the tokens of a row, or the images of an encoder
+  ep                  ranks that share the experts of each layer
   vp                  virtual stages of each pipeline rank (interleaved 1F1B)
   split_backward      true to let gradients of weights fill the bubbles of the pipeline
   freeze              true, tower, or a regular expression over parameter names
@@ -41,6 +42,8 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   master_weights      false to let the optimizer update 16-bit weights without a float32 copy
   offload_optimizer   true for the optimizer's state and step on the CPU
   offload_params      true for the frozen weights of layers in host memory
+  learning_rate, weight_decay
+                      of the module; without effect on a plan
   peft_config         adapters of the module; a dict, so in a file for --parallel only
 
 settings of `--what-if`, separated by commas:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .._portable import expm1, log
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .activations import (
     DTYPE_BYTES,
@@ -312,7 +313,7 @@ class AnalyticLayers:
             return Polynomial()
         share = next(use.parameter.active_share for use in uses if use.parameter.name in shared)
         # a token goes to a rank of each tp group unless none of its experts is there
-        is_sent = 1 - (1 - 1 / len(module_spec.expert_ranks)) ** (share * module_spec.num_experts)
+        is_sent = -float(expm1(share * module_spec.num_experts * log(1 - 1 / len(module_spec.expert_ranks))))
         sent = len(rows) * is_sent * module_spec.hidden_size * self.value_bytes
         return all_to_all(self.device, rows).of_tokens(sent) * 2.0
 

@@ -39,7 +39,8 @@ def _joint_module(module: ModulePlan) -> ModulePlan:
     replicas: list[tuple[Stage, ...]] = [()] * module.dp_size
     for first in range(0, module.dp_size, size):
         replicas[first] = tuple(map(_on_all_ranks, zip(*module.replicas[first : first + size], strict=True)))
-    return replace(module, replicas=tuple(replicas), sharding=replace(module.sharding, zero_stage=0, shard_size=None))
+    sharding = replace(module.sharding, zero_stage=0, shard_size=None)
+    return replace(module, replicas=tuple(replicas), sharding=sharding, ep_size=1)
 
 
 def _on_all_ranks(stages: tuple[Stage, ...]) -> Stage:

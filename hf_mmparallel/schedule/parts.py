@@ -244,7 +244,8 @@ def _renumbered(module: ModulePlan, numbers: dict[int, int]) -> ModulePlan:
     # `joint_replicas` stays what it is, without the cp ranks.
     sharding = replace(module.sharding, shard_size=module.joint_replicas) if module.sharding.zero_stage else None
     renumbered = replace(module, replicas=tuple(replicas), sharding=sharding or module.sharding)
-    return replace(renumbered, ep_size=module.expert_replicas * renumbered.tp_size)
+    count = module.expert_replicas
+    return replace(renumbered, ep_size=count * renumbered.tp_size if count > 1 else 1)
 
 
 def _renumber(ranks: Sequence[int], numbers: dict[int, int]) -> tuple[int, ...]:

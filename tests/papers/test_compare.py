@@ -104,9 +104,8 @@ def test_unaware_costs_are_those_of_a_trained_model():
     for name in question.spec.modules:
         aware, unaware = ModuleOptions(question, name), UnawareOptions(question, name, assumed)
         kind, table = aware.kinds[0], layer_table(assumed, name)
-        alone, padded = ((*aware.microbatches.sizes(1, 2.0, padded)[:2],) for padded in (False, True))
-        assert alone[0] == pytest.approx(2 * aware.tokens) and padded[0] >= alone[0]
-        assert unaware.layer_ms(kind, 2.0, padded=False) == pytest.approx(table.step_ms(*alone))
+        padded = aware.microbatches.sizes(1, 2.0)[:2]
+        assert padded[0] >= 2 * aware.tokens
         assert unaware.layer_ms(kind, 2.0) == pytest.approx(table.step_ms(*padded))
         assert unaware.layer_ms(kind, 2.0).sum() > aware.layer_ms(kind, 2.0).sum()
         assert unaware.state_bytes(kind, 1) == aware.state_bytes(kind, 1)

@@ -124,7 +124,7 @@ def test_utilisation_is_of_the_peak_of_a_gpu(monkeypatch, device, key):
     callback, spec = ParallelMetricsCallback(), model()
     assert callback.parallel_metrics() == {}  # the stock Trainer has no engine
     costs = SimpleNamespace(device=device)
-    engine: Any = SimpleNamespace(costs=costs, world=World(), spec=spec, clock=HostClock())
+    engine: Any = SimpleNamespace(costs=costs, world=World(), spec=spec, clock=HostClock(), take_expert_imbalance=dict)
     callback.engine = engine
     callback.steps.append(SimpleNamespace(record=None, balance=None, arrangement={}))  # type: ignore[arg-type]
     callback.ends.extend([0.0, 0.01])

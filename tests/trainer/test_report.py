@@ -109,7 +109,8 @@ def test_microbatches_are_counted_as_they_are_arranged(monkeypatch: pytest.Monke
     cases = ("hierarchical", "on average 5.33", 8, "a40"), ("contiguous", "up to 4", 32, "cpu")
     for arrangement, size, of_stock, device in cases:
         costs = analytic_costs(model_spec(), find_device(device))
-        engine: Any = SimpleNamespace(plan=plan, device=torch.device("cpu"), costs=costs)
+        options = SimpleNamespace(module_settings={})
+        engine: Any = SimpleNamespace(plan=plan, device=torch.device("cpu"), costs=costs, options=options)
         told = report.PlanReport(engine, sizes, 32, RowChoice(False, "`packing=False`"), stock_batch_size=of_stock)
         planner: Any = SimpleNamespace(arrangement=arrangement)
         first, second, *others = told.lines(planner, predicted)
