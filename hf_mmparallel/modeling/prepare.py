@@ -132,7 +132,8 @@ def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
     for parts in tower.modules():
         if isinstance(parts, nn.ModuleList) and parts is not layers:
             for index, part in enumerate(parts):
-                if all(is_unowned(parameter) for parameter in part.parameters()):
+                parameters = list(part.parameters())  # an activation function has none, and is every rank's
+                if parameters and all(map(is_unowned, parameters)):
                     parts[index] = identity_layer(part)
 
 
