@@ -47,6 +47,7 @@ from transformers import PreTrainedModel
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.data import PackingCollator
+from hf_mmparallel.data.bad_samples import BadSample
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
@@ -302,6 +303,9 @@ def found_by(function: Callable[[], Any]) -> Found:
     except Different as error:
         return Found(WRONG, str(error))
     except BaseException as error:
+        bad = next((own for own in error.args if isinstance(own, BadSample)), None)
+        if bad is not None and bad.reason.startswith(f"{ValueError.__name__}: "):  # a collator's sentence
+            return Found(REFUSED, " ".join(bad.reason.partition(": ")[2].split())[:600], "step_dataset.py")
         frames = traceback.extract_tb(error.__traceback__)
         place = frames[-1] if frames else None
         own = next((f for f in reversed(frames) if f.filename.startswith(PACKAGE)), None)

@@ -47,7 +47,7 @@ def _signs(step: int = 3, longest_s: float = 0.0) -> dict[str, Any]:
     ids=["none", "a number", "in the first steps", "short ones", "long ones", "long ones of another process"],
 )
 def test_the_limit_of_an_activity_follows_from_the_longest_of_its_kind(stall_timeout, signs, limit_s):
-    assert Limits(stall_timeout=stall_timeout).stall_limit_s(signs[0], signs) == limit_s
+    assert Limits(stall_timeout=stall_timeout).stall_limit_s(signs[0], signs) == pytest.approx(limit_s)
 
 
 def _wait_until(holds: Callable[[], Any]) -> None:
