@@ -1,6 +1,7 @@
 """No model of transformers trains on wrong numbers without a word, and none fails without a sentence."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,10 @@ def found(families: Sequence[str], checks: Sequence[str], folder: Path) -> dict[
     """Family -> check -> outcome."""
     script = str(Path(model_support.__file__))
     arguments = ["--families", *families, "--checks", *checks, "--out", str(folder)]
-    subprocess.run([sys.executable, script, *arguments], check=True, capture_output=True, timeout=580)
+    # forks, in whose threads torch's pool may not be made
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=580, env=environment)
     return json.loads((folder / "model_support.json").read_text())["families"]
 
 
