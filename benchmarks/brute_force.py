@@ -20,7 +20,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
 from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.planning.partition import partition_all
 from hf_mmparallel.planning.problem import Candidate, PlanningProblem
-from hf_mmparallel.planning.simulations import step_planner
+from hf_mmparallel.planning.simulations import caution, step_planner
 
 MOST_MICROBATCHES = 256
 CUT = 1.3  # times the best: layouts whose closed form is slower are not simulated
@@ -178,7 +178,7 @@ class Layouts:
         plan = ParallelPlan({name: ModulePlan(((stage,),), sizes.recomputed)})
         memory = stage_memory(problem.costs, plan, name, stage)
         tokens = problem.global_batch_size / sizes.dp / count * float(problem.sizes.tokens[name].mean())
-        return (memory.state.total + memory.saved_bytes(np.array([0.0, tokens, 0.0]))) / sizes.pp
+        return (memory.state.total + float(memory.saved_bytes(np.array([0.0, tokens, 0.0])))) / sizes.pp
 
     def candidate(self, listed: Listed) -> Candidate:
         """The layout with its stages cut."""
@@ -272,6 +272,11 @@ class BruteOrders:
     is_complete: bool
     seconds: float
 
+    @property
+    def cautious_ms(self) -> float:
+        """The step as a search compares it, see [`caution`]."""
+        return self.step_ms if self.candidate is None else caution(self.candidate) * self.step_ms
+
 
 def brute_orders(problem: PlanningProblem, layouts: Sequence[Candidate], limit_s: float = float("inf")) -> BruteOrders:
     """
@@ -294,7 +299,7 @@ def brute_orders(problem: PlanningProblem, layouts: Sequence[Candidate], limit_s
         num_simulated += 1
         if prediction is not None:
             times.append((prediction.step_ms, candidate))
-    times.sort(key=lambda pair: pair[0])
+    times.sort(key=lambda pair: caution(pair[1]) * pair[0])
     best, step_ms = _over_batches(problem, times)
     seconds = time.process_time() - start
     return BruteOrders(best, step_ms, num_simulated, num_simulated == len(all_orders), seconds)
@@ -314,7 +319,7 @@ def _over_batches(
             break
     if not fitting:
         return None, float("inf")
-    step_ms, best = min(fitting, key=lambda pair: pair[0])
+    step_ms, best = min(fitting, key=lambda pair: caution(pair[1]) * pair[0])
     return best, step_ms
 
 

@@ -96,7 +96,7 @@ def add_plan_parser(commands: Any) -> None:
         "--effort",
         type=positive,
         metavar="N",
-        help="simulation budget in tasks per GPU (default 384); larger = slower, more thorough",
+        help="simulation budget in tasks per GPU (default 192); larger = slower, more thorough",
     )
     answers.add_argument(
         "--explain",

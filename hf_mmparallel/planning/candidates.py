@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -40,7 +40,7 @@ class EstimatedCandidate:
     estimates: Mapping[str, LayoutEstimate]
     colocated_with: Mapping[str, str]  # module -> the module whose ranks it shares
     num_microbatches: int  # of each replica of the language model
-    least_ms: float = 0.0  # no step on the first batch is shorter
+    kind: int = 0  # that of [`CandidateColumns`]
 
     @property
     def family(self) -> tuple:
@@ -96,19 +96,30 @@ class _Block:
     num_too_large: int
 
     @property
-    def shares_passes(self) -> NDArray:
-        """bool `[combinations]`: true where passes of any module communicate."""
-        result = np.zeros(len(self.step_ms), bool)
+    def kind(self) -> NDArray:
+        """int64 `[combinations]`: which modules have several stages, and of which passes communicate."""
+        result = np.zeros(len(self.step_ms), np.int64)
         for name, table in self.tables.items():
-            shares = np.array([kind.shares_passes for kind in table.kinds], bool)
-            result |= shares[table.kind[self.combinations.rows[name]]]
+            rows = self.combinations.rows[name]
+            shares = np.array([kind.shares_passes for kind in table.kinds], bool)[table.kind[rows]]
+            result = 4 * result + 2 * shares + (table.pp_size[rows] > 1)
         return result
 
     def candidate(self, index: int) -> EstimatedCandidate:
         """The candidate at an index."""
         estimates = {name: table.estimate(self.combinations.rows[name][index]) for name, table in self.tables.items()}
-        step_ms, least_ms = (float(values[index]) for values in (self.step_ms, self.combinations.least_ms))
-        return EstimatedCandidate(step_ms, estimates, self.colocated_with, self.num_microbatches, least_ms)
+        return EstimatedCandidate(float(self.step_ms[index]), estimates, self.colocated_with, self.num_microbatches)
+
+
+@dataclass(frozen=True)
+class CandidateColumns:
+    """All candidates of a space, `[candidates]` each."""
+
+    step_ms: NDArray  # closed form of the step
+    excess: NDArray  # estimated memory over the limit
+    kind: NDArray  # number of the placement, with the modules that have several stages and communicate in passes
+    block: NDArray
+    row: NDArray  # index within the block
 
 
 @dataclass(frozen=True)
@@ -139,27 +150,38 @@ class CandidateSpace:
         self.options = {name: ModuleOptions(problem, name) for name in problem.spec.modules}
 
     def __iter__(self) -> Iterator[EstimatedCandidate]:
-        """All candidates, fastest first."""
-        return self._in_order(self._step_ms, np.ones(len(self), bool))
+        """All candidates, those that are expected to fit into memory first, and of these the fastest."""
+        columns = self.columns
+        return map(self.estimated, np.lexsort((columns.step_ms, columns.excess > 1)).tolist())
 
     def __len__(self) -> int:
-        return len(self._step_ms)
+        return len(self.columns.step_ms)
 
-    def smallest_memory_first(self) -> Iterator[EstimatedCandidate]:
-        """All candidates, smallest memory estimate first."""
-        return self._in_order(self._memory_bytes, np.ones(len(self), bool))
+    def expected_to_fit(self) -> Iterator[EstimatedCandidate]:
+        """Candidates with a memory estimate within the limit, fastest first."""
+        return itertools.islice(self, int((self.columns.excess <= 1).sum()))
 
-    def expected_to_fit(self, shares_passes: bool | None = None) -> Iterator[EstimatedCandidate]:
-        """
-        Candidates with a memory estimate within the limit, fastest first; only those with modules whose passes
-        communicate, or only those without any, if `shares_passes` is given.
-        """
-        chosen = self._fits if shares_passes is None else self._fits & (self._shares_passes == shares_passes)
-        return self._in_order(self._step_ms, chosen)
+    @cached_property
+    def columns(self) -> CandidateColumns:
+        """All candidates as arrays."""
+        limit, placements = self.problem.memory_bytes or np.inf, list[Mapping[str, str]](self.placements())
+        parts: list[tuple[NDArray, ...]] = [(np.empty(0), np.empty(0), *np.empty((3, 0), np.int64))]
+        for number, block in enumerate(self._blocks):
+            count = len(block.step_ms)
+            kind = len(placements) * block.kind + placements.index(block.colocated_with)
+            parts.append((block.step_ms, block.memory_bytes / limit, kind, np.full(count, number), np.arange(count)))
+        return CandidateColumns(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def above_memory_limit(self) -> Iterator[EstimatedCandidate]:
-        """Candidates with a memory estimate above the limit, fastest first."""
-        return self._in_order(self._step_ms, ~self._fits)
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all combinations that may fit."""
+        return all(block.combinations.is_whole for block in self._blocks)
+
+    def estimated(self, index: int) -> EstimatedCandidate:
+        """The candidate at an index of [`~CandidateSpace.columns`]."""
+        columns = self.columns
+        estimated = self._blocks[columns.block[index]].candidate(int(columns.row[index]))
+        return replace(estimated, kind=int(columns.kind[index]))
 
     @property
     def num_estimated(self) -> int:
@@ -170,35 +192,6 @@ class CandidateSpace:
     def num_too_large(self) -> int:
         """Number of combinations that can't fit into memory."""
         return sum(block.num_too_large for block in self._blocks)
-
-    def num_within(self, step_ms: float) -> int:
-        """Number of candidates with a lower bound of the step time below `step_ms`."""
-        return sum(int((block.combinations.least_ms < step_ms).sum()) for block in self._blocks)
-
-    def _in_order(self, score: NDArray, chosen: NDArray) -> Iterator[EstimatedCandidate]:
-        """The chosen candidates, smallest score first."""
-        indices = np.flatnonzero(chosen)
-        starts = np.cumsum([0, *(len(block.step_ms) for block in self._blocks)])
-        for index in indices[np.argsort(score[indices], kind="stable")].tolist():
-            block = int(np.searchsorted(starts, index, "right")) - 1
-            yield self._blocks[block].candidate(index - int(starts[block]))
-
-    @cached_property
-    def _step_ms(self) -> NDArray:
-        return np.concatenate([np.empty(0), *(block.step_ms for block in self._blocks)])
-
-    @cached_property
-    def _memory_bytes(self) -> NDArray:
-        return np.concatenate([np.empty(0), *(block.memory_bytes for block in self._blocks)])
-
-    @cached_property
-    def _shares_passes(self) -> NDArray:
-        return np.concatenate([np.empty(0, bool), *(block.shares_passes for block in self._blocks)])
-
-    @property
-    def _fits(self) -> NDArray:
-        limit = self.problem.memory_bytes
-        return self._memory_bytes <= (np.inf if limit is None else limit)
 
     @cached_property
     def _blocks(self) -> list[_Block]:
@@ -234,7 +227,7 @@ class CandidateSpace:
             fitting = best_per_group(fits.astype(int), step_ms, _MAX_CANDIDATES)
             family = best_per_group(2 * combined.family + fits, step_ms, 1)
             chosen = np.unique(np.concatenate([fastest, fitting, family]))
-            combined, step_ms, memory_bytes = combined.take(chosen), step_ms[chosen], memory_bytes[chosen]
+            combined, step_ms, memory_bytes = combined.keep(chosen), step_ms[chosen], memory_bytes[chosen]
         return _Block(tables, colocated_with, count, combined, step_ms, memory_bytes, num_estimated, num_too_large)
 
     def _table(self, name: str, dp_size: int, count: int) -> LayoutTable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -51,8 +51,6 @@ class LayoutTable:
     slowest_stage_ms: NDArray  # forward and backward of a microbatch on the slowest stage
     warm_up_ms: NDArray  # the same through all stages, plus gradient sums and the optimizer step
     sums_ms: NDArray  # the gradient sums
-    least_ms: NDArray  # the busiest rank computes at least as long in a step
-    mean_ms: NDArray  # a rank computes at least as long on average
     state_bytes: NDArray  # estimate for the first stage, besides activations
     last_state_bytes: NDArray
     running_bytes: NDArray  # estimated transient bytes of a task
@@ -68,18 +66,12 @@ class LayoutTable:
 
 def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequence[int]) -> LayoutTable:
     """All layouts of a module with these numbers of replicas, regardless of memory."""
-    problem = options.problem
-    stages = np.arange(1, options.max_stages + 1)
-    stages = stages[[options.allows("pp_size", int(count)) for count in stages]]
     blocks = []
-    for index, kind in enumerate(options.kinds):
+    for index in range(len(options.kinds)):
         for dp_size in dp_sizes:
-            if not options.shares_experts(kind, dp_size):
-                continue
-            pp_size = stages[stages <= problem.num_ranks // (dp_size * kind.num_ranks)]
-            pp_size = pp_size[options.sharding_helps(kind, dp_size, pp_size)]
-            if len(pp_size):
-                blocks.append(_columns(options, num_microbatches, index, dp_size, pp_size))
+            fixed = options.known(_fixed_columns, index, dp_size)
+            if len(fixed["pp_size"]):
+                blocks.append(_columns(options, num_microbatches, fixed, index, dp_size))
     names = [f.name for f in fields(LayoutTable) if f.name != "kinds"]
     columns: dict[str, Any] = {
         name: np.concatenate([np.empty(0), *(block[name] for block in blocks)]) for name in names
@@ -89,23 +81,48 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
     return LayoutTable(options.kinds, **columns)
 
 
+def _fixed_columns(options: ModuleOptions, kind_index: int, dp_size: int) -> dict[str, NDArray]:
+    """The columns that do not depend on microbatches, of layouts that differ only in their number of stages."""
+    kind = options.kinds[kind_index]
+    stages = np.arange(1, options.max_stages + 1)
+    pp_size = stages[[options.allows("pp_size", int(count)) for count in stages]]
+    pp_size = pp_size[pp_size <= options.problem.num_ranks // (dp_size * kind.num_ranks)]
+    pp_size = pp_size[options.sharding_helps(kind, dp_size, pp_size) & options.shares_experts(kind, dp_size)]
+    kind = kind.with_shards(dp_size)
+    times = [options.sums_and_update_ms(kind, dp_size, count) for count in pp_size.tolist()]
+    sums, updates = np.array(times).reshape(-1, 2).T
+    return {
+        "pp_size": pp_size,
+        "num_ranks": dp_size * pp_size * kind.num_ranks,
+        "sums_ms": sums,
+        "updates_ms": updates,
+        "state_bytes": options.state_bytes(kind, pp_size, dp_size=dp_size),
+        "last_state_bytes": options.state_bytes(kind, pp_size, last=True, dp_size=dp_size),
+        "mean_bytes": options.state_bytes(kind, 1, dp_size=dp_size) / pp_size,
+    }
+
+
+def _sized_columns(options: ModuleOptions, kind: ParallelConfig, num_samples: float) -> tuple[Any, ...]:
+    """Times and bytes of microbatches of a size in a kind of layouts, within nodes and over them."""
+    placed = [
+        (options.slowest_stages_ms(own, num_samples), float(options.layer_ms(own, num_samples).sum()))
+        for own in (kind, options.over_nodes(kind))
+    ]
+    saved = [options.saved_bytes(kind, num_samples, padded) for padded in (True, False)]
+    return *placed, options.running_bytes(kind, num_samples), saved
+
+
 def _columns(
-    options: ModuleOptions, num_microbatches: int, kind_index: int, dp_size: int, pp_size: NDArray
+    options: ModuleOptions, num_microbatches: int, fixed: dict[str, NDArray], kind_index: int, dp_size: int
 ) -> dict[str, NDArray]:
     """The columns of layouts that differ only in their number of stages."""
-    kind, count = options.kinds[kind_index].with_shards(dp_size), num_microbatches
+    kind, count, pp_size = options.kinds[kind_index].with_shards(dp_size), num_microbatches, fixed["pp_size"]
     num_samples = options.problem.global_batch_size / dp_size / count
-    num_ranks = dp_size * pp_size * kind.num_ranks
-    crosses = num_ranks > options.ranks_within_nodes(kind)
-    placed = (kind, options.over_nodes(kind))
-    bottleneck, slow = (options.slowest_stages_ms(config, num_samples)[pp_size - 1] for config in placed)
-    whole, slow_whole = (float(options.layer_ms(config, num_samples).sum()) for config in placed)
-    least_ms, least_whole = options.least_ms(kind)
-    slowest, through = np.where(crosses, slow, bottleneck), np.where(crosses, slow_whole, whole)
+    within, over, running, (saved, least_saved) = options.known(_sized_columns, kind, num_samples)
+    crosses = fixed["num_ranks"] > options.ranks_within_nodes(kind)
+    slowest = np.where(crosses, over[0][pp_size - 1], within[0][pp_size - 1])
+    through = np.where(crosses, over[1], within[1])
     uneven, of_replicas = (options.unevenness(num_shares) for num_shares in (dp_size * count, dp_size))
-    sums, updates = np.array([options.sums_and_update_ms(kind, dp_size, int(stages)) for stages in pp_size]).T
-    running = options.running_bytes(kind, num_samples)
-    saved, least_saved = (options.saved_bytes(kind, num_samples, padded) / pp_size for padded in (True, False))
     alike = {
         "kind": kind_index,
         "dp_size": dp_size,
@@ -113,24 +130,20 @@ def _columns(
         "running_bytes": running[0],
         "last_running_bytes": running[1],
     }
-    columns: dict[str, NDArray] = {name: np.full(len(pp_size), value) for name, value in alike.items()}
-    return columns | {
-        "pp_size": pp_size,
-        "num_ranks": num_ranks,
-        "slowest_stage_ms": of_replicas * slowest,
-        # A replica's microbatches average out on the slowest stage; the other stages wait for the largest one.
-        "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest
-        + uneven * (through - slowest)
-        + sums
-        + updates,
-        "sums_ms": sums,
-        "least_ms": least_ms[pp_size - 1] / dp_size,
-        "mean_ms": least_whole / dp_size / pp_size,
-        "state_bytes": options.state_bytes(kind, pp_size, dp_size=dp_size),
-        "last_state_bytes": options.state_bytes(kind, pp_size, last=True, dp_size=dp_size),
-        "saved_bytes": uneven * saved,
-        "mean_bytes": options.state_bytes(kind, 1, dp_size=dp_size) / pp_size + least_saved,
-    }
+    return (
+        {name: np.full(len(pp_size), value) for name, value in alike.items()}
+        | fixed
+        | {
+            "slowest_stage_ms": of_replicas * slowest,
+            # A replica's microbatches average out on the slowest stage; the others wait for the largest one.
+            "warm_up_ms": (of_replicas if num_samples >= 1 else uneven) * slowest
+            + uneven * (through - slowest)
+            + fixed["sums_ms"]
+            + fixed["updates_ms"],
+            "saved_bytes": uneven * saved / pp_size,
+            "mean_bytes": fixed["mean_bytes"] + least_saved / pp_size,
+        }
+    )
 
 
 @dataclass(frozen=True)
@@ -143,15 +156,14 @@ class Combinations:
     slowest_stage_ms: NDArray  # a microbatch on the slowest stage
     warm_up_ms: NDArray  # a microbatch through all stages in sequence, with gradient sums and the optimizer step
     sums_ms: NDArray  # the gradient sums
-    least_ms: NDArray  # the busiest rank computes at least as long in a step
-    mean_ms: NDArray  # a rank computes at least as long on average; the maximum over modules on separate ranks
     mean_bytes: NDArray  # lower bound of the mean memory of a rank; the maximum over modules on separate ranks
+    is_whole: bool = True  # whether none was left out
 
     @classmethod
     def of(cls, name: str, table: LayoutTable) -> Combinations:
         """The layouts of one module."""
         family = 2 * table.kind + (table.pp_size > 1)
-        times = (table.slowest_stage_ms, table.warm_up_ms, table.sums_ms, table.least_ms, table.mean_ms)
+        times = (table.slowest_stage_ms, table.warm_up_ms, table.sums_ms)
         return cls({name: np.arange(len(family))}, family, table.num_ranks, *times, table.mean_bytes)
 
     def __len__(self) -> int:
@@ -159,8 +171,14 @@ class Combinations:
 
     def take(self, indices: NDArray) -> Combinations:
         """The combinations at some indices."""
-        columns = {f.name: getattr(self, f.name)[indices] for f in fields(self) if f.name != "rows"}
-        return Combinations({name: rows[indices] for name, rows in self.rows.items()}, **columns)
+        columns = {f.name: getattr(self, f.name)[indices] for f in fields(self) if f.name not in ("rows", "is_whole")}
+        return Combinations(
+            {name: rows[indices] for name, rows in self.rows.items()}, **columns, is_whole=self.is_whole
+        )
+
+    def keep(self, indices: NDArray) -> Combinations:
+        """The combinations at some indices, without others that may be good."""
+        return replace(self.take(indices), is_whole=False)
 
     def with_ranks(self, num_ranks: int) -> Combinations:
         """The combinations with this number of ranks."""
@@ -174,7 +192,6 @@ class Combinations:
         first, second = _equal_pairs(self.num_ranks, other.num_ranks)
         left, right = self.take(first), other.take(second)
         hidden = np.minimum(left.sums_ms, BACKWARD_SHARE * right.slowest_stage_ms * (right.sums_ms > 0))
-        mean = left.mean_ms + right.mean_ms
         return Combinations(
             {**left.rows, **right.rows},
             _joined_family(left, right),
@@ -182,9 +199,8 @@ class Combinations:
             left.slowest_stage_ms + right.slowest_stage_ms,
             left.warm_up_ms + right.warm_up_ms - hidden,
             left.sums_ms + right.sums_ms - hidden,
-            np.maximum(np.maximum(left.least_ms, right.least_ms), mean),
-            mean,
             left.mean_bytes + right.mean_bytes,
+            left.is_whole and right.is_whole,
         )
 
     def on_separate_ranks(
@@ -208,9 +224,8 @@ class Combinations:
             np.maximum(left.slowest_stage_ms, right.slowest_stage_ms),
             left.warm_up_ms + right.warm_up_ms if in_series else np.maximum(left.warm_up_ms, right.warm_up_ms),
             np.maximum(left.sums_ms, right.sums_ms),
-            np.maximum(left.least_ms, right.least_ms),
-            np.maximum(left.mean_ms, right.mean_ms),
             np.maximum(left.mean_bytes, right.mean_bytes),
+            left.is_whole and right.is_whole,
         )
 
     def prune(self, weight: float, most: int = _MAX_COMBINATIONS) -> Combinations:
@@ -224,7 +239,7 @@ class Combinations:
         groups = self.num_ranks, self.num_ranks * (self.family.max() + 1) + self.family
         limits = (_MAX_PER_RANK_COUNT, 1)
         fastest = [best_per_group(group, score, count) for group, count in zip(groups, limits, strict=True)]
-        return self.take(np.union1d(*fastest))
+        return self.keep(np.union1d(*fastest))
 
 
 def _joined_family(left: Combinations, right: Combinations) -> NDArray:
@@ -267,6 +282,6 @@ def limit_pairs(modules: Sequence[Combinations], weight: float) -> list[Combinat
         return modules
     scores = (layouts.warm_up_ms + weight * layouts.slowest_stage_ms for layouts in modules)
     return [
-        layouts.take(best_per_group(layouts.num_ranks, score, 3))
+        layouts.keep(best_per_group(layouts.num_ranks, score, 3))
         for layouts, score in zip(modules, scores, strict=True)
     ]

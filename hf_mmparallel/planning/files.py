@@ -139,6 +139,7 @@ def figures(
         data["search"] = {
             "num_candidates": result.num_candidates,
             "num_simulated": result.num_simulated,
+            "is_proven": result.is_proven,
             "seconds": result.search_s,
             "rejected": dict(result.rejected),
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,6 @@ from ..cost.devices import host_step_ms
 from ..cost.row_sizes import RowLayout
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, streamed_transfers, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
-from ..cost.stage_times import with_ends
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
@@ -143,12 +142,18 @@ class ModuleOptions:
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
         self._slowest_stages: dict[tuple[ParallelConfig, float], NDArray] = {}
         self._layers: dict[tuple[ParallelConfig, float], NDArray] = {}
-        self._least: dict[tuple, tuple[NDArray, float]] = {}
         self._states: dict[tuple[ParallelConfig, int, bool], tuple[float, float, float]] = {}
         self._sums: dict[tuple[ParallelConfig, int, int], tuple[float, float]] = {}
         self._unevenness: dict[int, float] = {}
+        self._known: dict[tuple, Any] = {}
         self._memories: dict[tuple, StageMemory] = {}
         self._collectives: dict[tuple[Collective, int, int], CollectiveTime] = {}
+
+    def known(self, compute: Callable[..., Any], *key: Any) -> Any:
+        """What a function says of these options, computed once for each key."""
+        if (compute, *key) not in self._known:
+            self._known[compute, *key] = compute(self, *key)
+        return self._known[compute, *key]
 
     @property
     def max_stages(self) -> int:
@@ -316,23 +321,6 @@ class ModuleOptions:
     def _timed(self, kind: ParallelConfig, num_samples: float) -> tuple[ParallelConfig, float]:
         """What times of layers depend on."""
         return kind if kind.shares_passes else replace(kind, sharding=ShardingSettings()), num_samples
-
-    def least_ms(self, kind: ParallelConfig) -> tuple[NDArray, float]:
-        """
-        The least time that the samples of the first batch take in one replica: on the busiest of 1, 2, ... stages
-        `[max_stages]`, and in all stages together. It is their work alone, whatever microbatches they are in and in
-        whatever order these run: without padding, launches, and communication of copies.
-        """
-        key = kind.tp_size, kind.cp_size, kind.ep_size, kind.checkpointing
-        if key not in self._least:
-            table = layer_table(self.costs(kind), self.name, kind.tp_size, kind.checkpointing)
-            batch = self.microbatches.batch
-            # of each sample by itself, since attention in windows is no sum: it takes longer for several together
-            sizes = table.sizes(batch.tokens[self.name], batch.squares[self.name], kind.cp_size)[:2].sum(axis=2)
-            layers_ms = with_ends(((table.forward + table.backward)[:, :2] * sizes.T).sum(axis=1))
-            slowest_ms = partition_all(layers_ms, self.max_stages).slowest_stages_ms
-            self._least[key] = slowest_ms, float(layers_ms.sum())
-        return self._least[key]
 
     def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float) -> NDArray:
         table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)

@@ -88,7 +88,7 @@ class PlanningProblem:
     # say how large and how fast it is
     offloads: bool = True
     splits: bool = True  # backwards can be split
-    effort: int = 384  # simulation budget in tasks per rank: larger values simulate more candidates
+    effort: int = 192  # simulation budget in tasks per rank: larger values simulate more candidates
     seed: int = 0  # of the batches drawn from `sizes`
 
     @property
@@ -224,6 +224,7 @@ class SearchResult:
     rejected: Mapping[str, int]  # reason -> number of candidates
     num_candidates: int  # that were estimated
     num_simulated: int
+    is_proven: bool  # whether no other candidate can be faster on the first batch
     search_s: float
 
     @property

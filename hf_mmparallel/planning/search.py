@@ -1,43 +1,266 @@
-"""The plan search: candidates by closed-form estimate, the best of them simulated on real batches."""
+"""The plan search: one queue of candidates, those first whose steps are expected to be the fastest."""
 
 from __future__ import annotations
 
 import gc
-import itertools
+import math
 import time
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
-from typing import Any
 
-from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cost.sharded_passes import GATHERS_IN_PASSES
 from ..cost.step_planner import Prediction
 from ..plan import ModuleSpec
-from ..plan.methods import POLICIES, Schedule
+from ..plan.methods import POLICIES
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
-from .candidates import CandidateSpace, EstimatedCandidate, diversify
+from .bounds import StepBounds
+from .candidates import CandidateSpace, EstimatedCandidate
 from .explain import bound_of, no_plan_error, reason_for
-from .options import ModuleOptions, ParallelConfig
+from .options import ParallelConfig
 from .problem import Candidate, PlanningProblem, RankedPlan, SearchResult
 from .simulations import (
-    AS_FAST,
-    FEW_RANKS,
-    SMALL_STEP,
     Simulated,
     Simulations,
     caution,
+    cautious_ms,
     distinct_sizes,
     in_order,
     key_of,
-    num_parts,
     runs_large_samples_alone,
     sizes_of,
     state_fits,
 )
 
-_MAX_OFFLOADED = 64  # layouts above the memory limit that are looked at
-_MAX_SIMULATED_OFFLOADED = 4  # of these
+# The queue.
+
+# Of a simulated step to what is expected of it, where nothing like it was simulated: of layouts by their closed form,
+# and of another schedule, arrangement, sharding or storage by the step of the candidate that differs in it alone.
+_USUAL_RATIO, _USUAL_OF_NEIGHBOURS = 0.8, 0.95
+_QUANTILE = 0.1  # of what was seen
+_SURE = 2  # how many steps of a group count as much as what is usual
+_MISFITS, _MOST_MISFITS = 8, 128  # in a row, after which memory counts as much as time, and which end a search
+_MOST_EFFORT = 2  # times the effort, where too few plans fit
+_DOUBTFUL_SHARE = 0.5  # of the effort, until which candidates are simulated that are not expected to be the fastest
+_LEAST_RANKS = 128  # ranks for which there is effort at least
+_RANKS_PER_SHARE = 4  # of more ranks, so many have the effort of one
+_FEW_RANKS, _FEW_TIMES = 8, 3  # up to which there is more effort, and how many times as much
+
+Made = tuple[Candidate, EstimatedCandidate]
+
+
+class _Group:
+    """Candidates that are waiting, whose steps should be off alike from what is expected of them."""
+
+    def __init__(self, usual: float):
+        self.ratio = usual  # a low one of steps to what is expected
+        self.entries: list[Made | int] = []  # candidates, or their indices in the space
+        self.columns = np.empty((3, 0))  # expected ms, least ms, and the estimated memory over the limit
+        self._usual, self._seen = usual, list[float]()
+
+    def add(self, entries: Sequence[Made | int], *columns: NDArray | float) -> None:
+        self.entries += entries
+        added = np.stack([np.broadcast_to(column, len(entries)) for column in columns])
+        self.columns = np.concatenate([self.columns, added], axis=1)
+
+    def learn(self, ratio: float) -> None:
+        """Learns from the step of an entry what may become of the others."""
+        insort(self._seen, ratio)
+        low, count = self._seen[int(_QUANTILE * len(self._seen))], len(self._seen)
+        self.ratio = (_SURE * self._usual + count * low) / (_SURE + count)
+
+    def first(self, best_ms: float, gain: float, power: float) -> tuple[bool, float, int]:
+        """Of the next entry: whether it is not expected to be the fastest, its place in the queue, and its index."""
+        if not self.entries:
+            return True, math.inf, -1
+        expected_ms, least_ms, excess = self.columns
+        promised_ms = np.maximum(gain * self.ratio * expected_ms, least_ms)
+        # memory decides what comes first, since estimates are off, but not what is left out
+        score = promised_ms * np.maximum(1.0, excess) ** 4 * excess**power
+        expected = np.flatnonzero(promised_ms < best_ms)
+        index = int(expected[np.argmin(score[expected])] if len(expected) else np.argmin(score))
+        return not len(expected), float(score[index]), index
+
+    def pop(self, index: int) -> tuple[Made | int, float, float]:
+        """Takes an entry out, with the time that was expected of it and the least that it can have."""
+        entry, (expected_ms, least_ms, _) = self.entries[index], self.columns[:, index].tolist()
+        self.entries[index], self.columns[:, index] = self.entries[-1], self.columns[:, -1]
+        self.entries.pop()
+        self.columns = self.columns[:, :-1]
+        return entry, expected_ms, least_ms
+
+
+class Queue:
+    """
+    All candidates that may be simulated. Those come first whose steps may be the fastest: by a closed form, or by the
+    step of a candidate like them, and by what became of others of their group. None is simulated whose bound is above
+    the best step.
+    """
+
+    def __init__(self, simulations: Simulations, space: CandidateSpace):
+        self.simulations, self.space, self.problem = simulations, space, space.problem
+        self.bounds = StepBounds(self.problem)
+        # in tasks
+        self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks // _RANKS_PER_SHARE)
+        self.effort *= _FEW_TIMES if self.problem.num_ranks <= _FEW_RANKS else 1
+        self.slices = _Group(1.0)  # candidates of which a slice was simulated
+        self.layouts: dict[int, _Group] = {}  # by kind
+        self.neighbours: dict[tuple, _Group] = {}  # of simulated candidates, by what differs
+        self.storages = list(offloading_problems(self.problem))
+        self.misfits = 0  # in a row
+        self.leaves_out = not space.is_whole  # whether there may be candidates that no bound excludes
+        self._tried: set[str] = set()
+        columns = space.columns
+        for kind in np.unique(columns.kind).tolist():
+            own = np.flatnonzero(columns.kind == kind)
+            self.layouts[kind] = _Group(_USUAL_RATIO)
+            self.layouts[kind].add(own.tolist(), columns.step_ms[own], 0.0, columns.excess[own])
+
+    def run(self, least: int, advance: Callable[[float], None]) -> bool:
+        """
+        Simulates candidates until none is expected to be faster than the best, or the effort is spent, and at least
+        `least` diverse ones with all replicas; returns whether the bounds leave none. `advance` is called with shares
+        of the effort.
+        """
+        simulations, start = self.simulations, self.simulations.num_tasks
+        while True:
+            doubtful, _, index, group = min(self._first_of_groups(), key=lambda first: first[:2])
+            spent = (simulations.num_tasks - start) / self.effort
+            ends = spent > (_DOUBTFUL_SHARE if doubtful else 1.0) and bool(simulations.known)
+            if ends:
+                needs_more = len(distinct_sizes(simulations.fastest())) < least and spent < _MOST_EFFORT
+                # slices that look faster than the best step are simulated whole
+                is_slower, _, next_slice = self.slices.first(simulations.best_ms, 1.0, 0.0)
+                if is_slower and not needs_more:
+                    return self._is_proven()
+                group, index = (self.slices, next_slice) if self.slices.entries else (group, index)
+            if index < 0 or self.misfits > _MOST_MISFITS:
+                return self._is_proven()
+            before = simulations.num_tasks
+            self._simulate(group, index, is_needed=ends)
+            advance((simulations.num_tasks - before) / self.effort)
+
+    def _first_of_groups(self) -> Iterator[tuple[bool, float, int, _Group]]:
+        """The next entry of each group."""
+        waiting_ms, power = self.slices.columns[0].min(initial=math.inf), self.misfits / _MISFITS
+        best_ms = min(self.simulations.best_ms, waiting_ms)
+        yield *self.slices.first(best_ms * (1 + 1e-9), 1.0, power), self.slices
+        orders = len(self.problem.schedules) > 1
+        for kind, group in self.layouts.items():
+            # layouts may get another schedule later
+            gains = [own.ratio for key, own in self.neighbours.items() if key[0] == kind]
+            yield *group.first(best_ms, min(1.0, *gains, _USUAL_OF_NEIGHBOURS if orders else 1.0), power), group
+        for group in self.neighbours.values():
+            yield *group.first(best_ms, 1.0, power), group
+
+    def _simulate(self, group: _Group, index: int, is_needed: bool) -> None:
+        """Simulates an entry, or a slice of it, and adds its neighbours."""
+        simulations = self.simulations
+        entry, expected_ms, least_ms = group.pop(index)
+        candidate, estimated = self._made(entry)
+        key = key_of(candidate)
+        if group is not self.slices and (key in self._tried or not _differs(self.problem, candidate)):
+            return
+        if not is_needed and max(least_ms, bound_ms := self._least_ms(entry)) >= simulations.best_ms:
+            # with another arrangement or sharding it may take less than the work of its busiest rank
+            self.leaves_out |= bound_ms < simulations.best_ms
+            return
+        self._tried.add(key)
+        found = simulations.simulate(self.space, candidate, estimated)
+        self.misfits = self.misfits + 1 if found is None else 0
+        if found is not None:
+            group.learn(cautious_ms(found) / expected_ms)
+            if not found.is_whole:
+                self.slices.add([(candidate, estimated)], cautious_ms(found), 0.0, 1.0)
+            if group is not self.slices:
+                self._add_neighbours(found)
+        elif isinstance(entry, int):
+            self._add_storage(candidate, estimated, expected_ms)
+
+    def _made(self, entry: Made | int) -> Made:
+        if not isinstance(entry, int):
+            return entry
+        estimated = self.space.estimated(entry)
+        return self.space.candidate(estimated), estimated
+
+    def _least_ms(self, entry: Made | int) -> float:
+        """The bound of an entry; a layout may have another schedule later."""
+        candidate = self._made(entry)[0]
+        if isinstance(entry, int):
+            return self.bounds.least_ms(candidate, any_order=True)
+        return caution(candidate) * self.bounds.least_ms(candidate)
+
+    def _add(self, key: tuple, made: Made, expected_ms: float, least_ms: float = 0.0) -> None:
+        """Adds a neighbour."""
+        self.neighbours.setdefault(key, _Group(_USUAL_OF_NEIGHBOURS)).add([made], expected_ms, least_ms, 1.0)
+
+    def _add_neighbours(self, found: Simulated) -> None:
+        """Adds candidates with another schedule or arrangement, or another sharding of a module."""
+        problem, candidate, estimated, step_ms = self.problem, found.candidate, found.estimated, cautious_ms(found)
+        for schedule, vp_size in problem.schedules:
+            other = replace(candidate, schedule=schedule, vp_size=vp_size)
+            if other != candidate:
+                least_ms = caution(other) * found.least_ms
+                self._add((estimated.kind, schedule, vp_size), (other, estimated), step_ms, least_ms)
+        for arrangement in problem.arrangements:
+            if arrangement != candidate.arrangement:
+                self._add((arrangement,), (replace(candidate, arrangement=arrangement), estimated), step_ms)
+        for name in candidate.layouts:
+            for sharding, longer_ms in self._shardings(candidate, name):
+                key = (name, sharding.zero_stage, sharding.shard_size is None, sharding.reshard_after_forward)
+                layouts = {**candidate.layouts, name: replace(candidate.layouts[name], sharding=sharding)}
+                self._add(key, (replace(candidate, layouts=layouts), estimated), step_ms + longer_ms)
+
+    def _add_storage(self, candidate: Candidate, estimated: EstimatedCandidate, expected_ms: float) -> None:
+        """Adds a candidate that does not fit with as little in host memory as lets its state fit."""
+        others = ((problem, _stored(candidate, problem)) for problem in self.storages)
+        fitting = (own for problem, own in others if own not in (None, candidate) and state_fits(problem, own))
+        if (stored := next(fitting, None)) is not None:
+            self._add(("storage",), (stored, estimated), expected_ms)
+
+    def _shardings(self, candidate: Candidate, name: str) -> list[tuple[ShardingSettings, float]]:
+        """Other shardings of a module in a candidate, with what they add to the closed form of its time."""
+        options, layout = self.space.options[name], candidate.layouts[name]
+        num_copies = layout.dp_size * layout.cp_size
+        if num_copies == 1:
+            return []
+        per_node = options.copies_per_node(layout.tp_size) // layout.pp_size
+        divides = 1 < per_node < num_copies and num_copies % per_node == 0
+        sizes = [None, per_node] if divides else [None]
+        given = self.problem.fixed.get(name, {})
+        sizes = [given["shard_size"]] if "shard_size" in given else sizes
+        now_ms = self._module_ms(candidate, name, layout.sharding)
+        others = [own for own in options.all_shardings(sizes) if own != layout.sharding]
+        return [(own, self._module_ms(candidate, name, own) - now_ms) for own in others]
+
+    def _module_ms(self, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
+        """Closed form of the time of a module in a step with another sharding."""
+        options, layout = self.space.options[name], candidate.layouts[name]
+        recomputes, shared = layout.activation_checkpointing, layout.ep_size
+        kind = ParallelConfig(layout.cp_size, layout.tp_size, recomputes, sharding=sharding, ep_size=shared)
+        kind = kind.with_shards(layout.dp_size)
+        num_samples = self.problem.global_batch_size / layout.dp_size / candidate.num_microbatches
+        stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size
+        return candidate.num_microbatches * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)
+
+    def _is_proven(self) -> bool:
+        """Whether no candidate that is waiting can be faster than the best, on the first batch."""
+        groups = (self.slices, *self.neighbours.values(), *self.layouts.values())
+        left = (own.entries[i] for own in groups for i in np.argsort(own.columns[0], kind="stable").tolist())
+        return not self.leaves_out and all(self._least_ms(entry) >= self.simulations.best_ms for entry in left)
+
+
+def _differs(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """Whether a candidate has the virtual stages and split backwards of its schedule, unless it is named, anywhere."""
+    if problem.schedule is not None or POLICIES[candidate.schedule].is_plain:
+        return True
+    modules = candidate.plan(problem.spec).modules.values()
+    splits = not POLICIES[candidate.schedule].splits_backward or any(own.splits_backward for own in modules)
+    return splits and (candidate.vp_size == 1 or any(own.vp_size > 1 for own in modules))
 
 
 # Plans that keep optimizer state and frozen weights in host memory, for layouts that do not fit otherwise.
@@ -72,31 +295,6 @@ def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[s
     return result
 
 
-def try_host_memory(simulations: Simulations, share: float) -> None:
-    """
-    Tries host memory for the layouts above the memory limit that would be faster than the best step, within a share of
-    the effort: of each the variant that moves the least.
-    """
-    space, num_tasks, num_simulated = simulations.space, 0, 0
-    problems = list(offloading_problems(simulations.problem))
-    above = islice(diversify(space.above_memory_limit()), _MAX_OFFLOADED if problems else 0)
-    for estimated in above:
-        is_far = max(estimated.step_ms, estimated.least_ms) >= simulations.best_ms
-        if is_far or num_simulated >= _MAX_SIMULATED_OFFLOADED or num_tasks > share * simulations.effort:
-            return
-        candidate = space.candidate(estimated)
-        for problem in problems:
-            stored = _stored(candidate, problem)
-            if stored is None or key_of(stored) in simulations.known or not state_fits(problem, stored):
-                continue
-            num_simulated += 1
-            num_tasks += simulations.screen_one(stored, estimated)
-            found = simulations.known.get(key_of(stored))
-            if found is not None:
-                num_tasks += simulations.simulate_new(stored, estimated) if found.step_ms < simulations.best_ms else 0
-                break
-
-
 def _stored(candidate: Candidate, problem: PlanningProblem) -> Candidate | None:
     """The candidate with a problem's storage; `None` if copies divide weights that would be in host memory."""
     layouts = {}
@@ -108,109 +306,24 @@ def _stored(candidate: Candidate, problem: PlanningProblem) -> Candidate | None:
     return replace(candidate, layouts=layouts)
 
 
-# Other schedules and arrangements for the fastest layouts.
-
-_MAX_REORDERED, _ORDERS = 4, 4
-_MAX_RATIO_TO_BEST = 1.15  # ratio to the best step above which nothing is tried
-_ORDER_RATIO = 1.05  # ratio to the best step up to which an order is simulated with all replicas, by its slice
-_MAX_SHAPES = 2
-
-
-def try_orders(simulations: Simulations, share: float) -> None:
-    """
-    Tries other schedules and arrangements, if these are left open, within a share of the effort.
-
-    For the fastest layout of each shape (placement and numbers of stages), slices run with each schedule and
-    arrangement. The best of these are simulated with all replicas for this layout and the next ones of its shape, if
-    the slices say that they could be the fastest. Covers at least two shapes, but none that is much slower.
-    """
-    problem = simulations.problem
-    if len(problem.schedules) == len(problem.arrangements) == 1:
-        return
-    shapes: dict[tuple, list[Simulated]] = {}
-    for simulated in sorted(simulations.known.values(), key=lambda s: s.step_ms):
-        shapes.setdefault(_shape(simulated.candidate), []).append(simulated)
-    num_tasks = 0
-    for number, layouts in enumerate(shapes.values()):
-        first = layouts[0]
-        is_far = first.step_ms > _MAX_RATIO_TO_BEST * simulations.best_ms
-        if is_far or (number >= _MAX_SHAPES and num_tasks > share * simulations.effort):
-            break
-        # no other schedules where the busiest rank computes about as long as the best step
-        waits = AS_FAST * (first.busy_ms + first.optimizer_ms) < min(first.step_ms, simulations.best_ms)
-        if not waits and problem.memory_bytes is not None:  # arrangements that keep limits compute alike
-            continue
-        own: list[tuple[Schedule, int]] = [(first.candidate.schedule, first.candidate.vp_size)]
-        schedules = problem.schedules if waits else own
-        orders, slice_tasks = _best_orders(simulations, first, schedules)
-        num_tasks += slice_tasks
-        for index, simulated in enumerate(layouts[:_MAX_REORDERED]):
-            for order, ratio in orders[: 1 if index else _ORDERS]:
-                if ratio * simulated.step_ms <= _ORDER_RATIO * simulations.best_ms:
-                    candidate = replace(simulated.candidate, **order)
-                    num_tasks += simulations.simulate_new(candidate, simulated.estimated)
-
-
-def _best_orders(
-    simulations: Simulations, first: Simulated, schedules: Sequence[tuple[Schedule, int]]
-) -> tuple[list[tuple[dict[str, Any], float]], int]:
-    """
-    Other schedules and arrangements in the order of their slices' step times, each with the ratio of its time to that
-    of the candidate's order; and the number of tasks of all slices.
-    """
-    problem, candidate, first_ms = simulations.problem, first.candidate, first.step_ms
-    parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
-    known_ms = first.step_ms if parts == 1 and first.is_whole else first.slice_ms
-    found: list[tuple[dict[str, Any], float]] = []
-    slower: set[tuple] = set()  # schedules and arrangements of which more virtual stages are not tried
-    for (schedule, vp_size), arrangement in itertools.product(schedules, problem.arrangements):
-        order = {"schedule": schedule, "vp_size": vp_size, "arrangement": arrangement}
-        ordered = replace(candidate, **order)
-        if ordered == candidate and known_ms is not None:
-            first_ms = known_ms
-        elif (schedule, arrangement) not in slower and (problem.schedule is not None or _differs(problem, ordered)):
-            sliced = simulations.slice(ordered, first.estimated, parts)
-            if sliced is None or sliced.step_ms > first_ms:
-                slower.add((schedule, arrangement))
-            if sliced is not None and ordered == candidate:
-                first_ms = sliced.step_ms
-            elif sliced is not None:
-                found.append((order, sliced.step_ms))
-    num_tasks = (1 + len(found)) * candidate.num_tasks // parts
-    return [(order, step_ms / first_ms) for order, step_ms in sorted(found, key=lambda own: own[1])], num_tasks
-
-
-def _differs(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Whether a candidate has the virtual stages and split backwards of its schedule in any module."""
-    modules = candidate.plan(problem.spec).modules.values()
-    splits = not POLICIES[candidate.schedule].splits_backward or any(own.splits_backward for own in modules)
-    return splits and (candidate.vp_size == 1 or any(own.vp_size > 1 for own in modules))
-
-
-def _shape(candidate: Candidate) -> tuple:
-    """What schedules and arrangements depend on: placement, stages, and whether passes communicate."""
-    layouts = candidate.layouts.values()
-    return candidate.placement, tuple((own.pp_size, own.zero_stage >= REDUCES_IN_PASSES) for own in layouts)
-
-
 # The fastest candidates on several batches.
 
 _NEXT_BATCH_RATIO = 1.05  # ratio to the best mean up to which plans run the next batch as well
 
 
-def finalists(simulations: Simulations, share: float, least: int) -> list[RankedPlan]:
+def finalists(simulations: Simulations, effort: float, least: int) -> list[RankedPlan]:
     """
-    The fastest candidates over all batches, within a share of the effort and at least `least` diverse ones. Step times
+    The fastest candidates over all batches, within an effort and at least `least` diverse ones. Step times
     differ between batches, so that all candidates within [`_NEXT_BATCH_RATIO`] of the best mean run the next batch.
     """
     num_tasks = 0
-    racing: list[tuple[Simulated, list[Prediction]]] = [(simulated, []) for simulated in simulations.whole()]
+    racing: list[tuple[Simulated, list[Prediction]]] = [(simulated, []) for simulated in simulations.fastest()]
     for number in range(1, len(simulations.batches)):
         racing.sort(key=_mean_ms)
         slowest_ms = _NEXT_BATCH_RATIO * _mean_ms(racing[0]) if racing else 0.0
         ahead: list[tuple[Simulated, list[Prediction]]] = []
         for simulated, predictions in racing:
-            could_win = _mean_ms((simulated, predictions)) <= slowest_ms and num_tasks < share * simulations.effort
+            could_win = _mean_ms((simulated, predictions)) <= slowest_ms and num_tasks < effort
             diverse = distinct_sizes(other for other, _ in ahead)
             is_new = all(sizes_of(other.candidate) != sizes_of(simulated.candidate) for other in diverse)
             if not could_win and len(diverse) >= least:
@@ -259,74 +372,9 @@ def with_large_samples(simulations: Simulations, least: int) -> list[RankedPlan]
     return sorted(result, key=lambda plan: plan.peak_memory_bytes)
 
 
-_MAX_RESHARDED = 3  # fastest layouts with which other shardings are tried
-# Other shardings for the fastest layouts: what else the copies of a module can divide among them.
-
-_RESHARDING_RATIO = 1.01  # ratio of the closed form to that of the current sharding up to which another one is tried
-
-
-def try_shardings(simulations: Simulations, share: float) -> None:
-    """
-    Tries what else the copies of modules can divide, for the fastest layouts and within a share of the effort: module
-    by module, what is fastest so far with the other ZeRO stages, over all copies and over those of a node.
-    """
-    num_tasks = 0
-    for simulated in distinct_sizes(simulations.whole())[:_MAX_RESHARDED]:
-        communicates = any(own.zero_stage >= REDUCES_IN_PASSES for own in simulated.candidate.layouts.values())
-        # the computation alone takes longer than the best step
-        if not communicates and simulated.busy_ms >= simulations.best_ms:
-            continue
-        for name in simulated.candidate.layouts:
-            best = simulated
-            for sharding in _shardings(simulations, simulated.candidate, name):
-                candidate = with_sharding(simulated.candidate, name, sharding)
-                if num_tasks > share * simulations.effort:
-                    return
-                num_tasks += simulations.simulate_new(candidate, simulated.estimated)
-                found = simulations.known.get(key_of(candidate))
-                if found is not None and found.is_whole and found.step_ms < best.step_ms:
-                    best = found
-            simulated = best
-
-
-def with_sharding(candidate: Candidate, name: str, sharding: ShardingSettings) -> Candidate:
-    """The candidate with another sharding of a module."""
-    layout = replace(candidate.layouts[name], sharding=sharding)
-    return replace(candidate, layouts={**candidate.layouts, name: layout})
-
-
-def _shardings(simulations: Simulations, candidate: Candidate, name: str) -> list[ShardingSettings]:
-    """Other shardings of a module in a candidate, fastest first by the closed form, which excludes slow passes."""
-    options, layout = simulations.space.options[name], candidate.layouts[name]
-    num_copies = layout.dp_size * layout.cp_size
-    if num_copies == 1:
-        return []
-    per_node = options.copies_per_node(layout.tp_size) // layout.pp_size
-    divides = 1 < per_node < num_copies and num_copies % per_node == 0
-    sizes = [None, per_node] if divides else [None]
-    given = simulations.problem.fixed.get(name, {})
-    sizes = [given["shard_size"]] if "shard_size" in given else sizes
-    limit_ms = _RESHARDING_RATIO * _module_ms(simulations, candidate, name, layout.sharding)
-    every = [own for own in options.all_shardings(sizes) if own != layout.sharding]
-    times = {own: _module_ms(simulations, candidate, name, own) for own in every}
-    # slower sums are tried as well, since other tasks may hide them
-    chosen = [own for own in times if times[own] <= limit_ms or own.zero_stage < REDUCES_IN_PASSES]
-    return sorted(chosen, key=times.__getitem__)
-
-
-def _module_ms(simulations: Simulations, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
-    """Closed form of the time of a module in a step with another sharding."""
-    options, layout = simulations.space.options[name], candidate.layouts[name]
-    recomputes, shared = layout.activation_checkpointing, layout.ep_size
-    kind = ParallelConfig(layout.cp_size, layout.tp_size, recomputes, sharding=sharding, ep_size=shared)
-    kind = kind.with_shards(layout.dp_size)
-    num_samples = simulations.problem.global_batch_size / layout.dp_size / candidate.num_microbatches
-    stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size
-    return candidate.num_microbatches * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)
-
-
 _NUM_RUNNERS_UP = 3
-_WHOLE_EFFORT = 2.1  # sum of the shares of a search
+_FINALISTS_SHARE = 0.3  # of the effort
+_QUEUE_SHARE = 0.9  # of the time of a search, roughly
 
 
 def search_plans(problem: PlanningProblem, advance: Callable[[float], None] = lambda share: None) -> SearchResult:
@@ -334,13 +382,12 @@ def search_plans(problem: PlanningProblem, advance: Callable[[float], None] = la
     Searches for the plan with the fastest predicted training step, and says what bounds it and the next best ones.
 
     Every layout of every module, placement and number of microbatches gets a closed-form estimate (Entrain, algorithm
-    3, which contains Cornstarch's algorithm 1). A slice is then simulated (as few replicas as possible, with their
-    part of a real batch) for the best candidates of diverse families, for more candidates with the best placement, and
-    for some that may exceed the memory; the fastest of these are simulated with all replicas. On up to 8 ranks, and if
-    at most 1,024 other candidates have a lower bound below the best step time, all of these are simulated as well, up
-    to 40,000 tasks together: small problems are solved by brute force. The fastest layouts are tried with other
-    schedules and arrangements, if these are left open; the finalists run several batches. Host memory is for layouts
-    that do not fit otherwise.
+    3, which contains Cornstarch's algorithm 1), and all of them are in one queue with what differs from a simulated
+    candidate in its schedule, its arrangement, what the copies of a module divide, or, if it does not fit, in what is
+    in host memory. Those come first that are expected to be the fastest. Of a step with many tasks a slice is
+    simulated first: as few replicas as possible, with their part of a real batch. No candidate is simulated whose
+    lower bound is above the best step: if all others are left out for that, the answer is proven. The finalists run
+    several batches.
 
     If no plan fits, the result is one that exceeds the memory only by samples larger than a microbatch may be:
     training runs each of them in a microbatch of its own. `bound` of such a plan says so. If there is none either,
@@ -353,17 +400,12 @@ def search_plans(problem: PlanningProblem, advance: Callable[[float], None] = la
 
 
 def _searched(problem: PlanningProblem, start: float, advance: Callable[[float], None]) -> SearchResult:
-    spaces = [CandidateSpace(own) for own in nested_problems(problem)]
-    simulator, found = Simulations(spaces[-1]), dict[str, RankedPlan]()
-    for space in spaces:
-        simulator.space = space
-        found |= {key_of(p.candidate): p for p in _best_of(simulator, lambda share: advance(share / len(spaces)))}
+    simulations, space = Simulations(problem), CandidateSpace(problem)
+    ranked, is_proven = _best_of(simulations, space, advance)
     for own in offloading_problems(problem):
-        if not found:
-            simulator.space = CandidateSpace(own)
-            found |= {key_of(plan.candidate): plan for plan in _best_of(simulator, advance)}
-    simulator.space = spaces[-1]
-    ranked = in_order(found.values()) or with_large_samples(simulator, 1 + _NUM_RUNNERS_UP)
+        if not ranked:
+            ranked, is_proven = _best_of(simulations, CandidateSpace(own), advance)
+    ranked = ranked or with_large_samples(simulations, 1 + _NUM_RUNNERS_UP)
     if not ranked:
         raise no_plan_error(problem)
     best, *others = distinct_sizes(ranked)[: 1 + _NUM_RUNNERS_UP]
@@ -372,58 +414,29 @@ def _searched(problem: PlanningProblem, start: float, advance: Callable[[float],
         replace(best, bound=bound_of(best.predictions, problem.memory_bytes)),
         tuple(replace(other, bound=bound_of(other.predictions, problem.memory_bytes)) for other in others),
         tuple(reason_for(best, other) for other in others),
-        simulator.rejection_counts(),
-        spaces[-1].num_estimated,
-        simulator.num_simulated,
+        simulations.rejection_counts(space),
+        space.num_estimated,
+        simulations.num_simulated,
+        is_proven,
         time.perf_counter() - start,
     )
 
 
-def nested_problems(problem: PlanningProblem) -> list[PlanningProblem]:
-    """
-    The problems that are searched one after the other, the last with all choices. On few ranks, where a search takes
-    little time, the ZeRO stages to choose from grow one by one, so that more of them never give a slower plan: what is
-    simulated with the first ones is what a search with these alone simulates.
-    """
-    stages = sorted(problem.zero_stages)
-    counts = range(1, len(stages) + 1) if problem.num_ranks <= FEW_RANKS else [len(stages)]
-    problems = [replace(problem, zero_stages=tuple(stages[:count])) for count in counts]
-    chosen = {tuple(ModuleOptions(own, name).zero_stages for name in own.spec.modules): own for own in problems}
-    return list(chosen.values())
+def _best_of(
+    simulations: Simulations, space: CandidateSpace, advance: Callable[[float], None]
+) -> tuple[list[RankedPlan], bool]:
+    """The fastest plans of some candidates that fit all batches, and whether the first one is proven to be."""
+    queue, told = Queue(simulations, space), 0.0
 
+    def tell(share: float) -> None:
+        nonlocal told
+        share = max(0.0, min(share, _QUEUE_SHARE - told))
+        told += share
+        advance(share)
 
-def _best_of(simulator: Simulations, advance: Callable[[float], None]) -> list[RankedPlan]:
-    """The fastest plans of the simulator's candidates that fit all batches; says shares of it that are done."""
-    space = simulator.space
-
-    def placed() -> Iterator[EstimatedCandidate]:
-        placement = simulator.best_placement()
-        return (c for c in space.expected_to_fit(shares_passes=False) if c.colocated_with == placement)
-
-    # with shares of the effort
-    steps: list[tuple[float, Callable[[float], Any]]] = [
-        (0.2, lambda share: simulator.screen(diversify(space.expected_to_fit(shares_passes=False)), share, least=32)),
-        (0.1, lambda share: simulator.screen(placed(), share, least=16)),
-        (0.05, lambda share: simulator.screen(space.expected_to_fit(shares_passes=False), share, least=0)),
-        (0.1, lambda share: simulator.screen(diversify(space.expected_to_fit(shares_passes=True)), share, least=8)),
-        (0.05, lambda share: simulator.screen(diversify(space.above_memory_limit()), share, least=4)),
-        (0.2, lambda share: simulator.simulate(share, least=6)),
-        (0.0, lambda share: simulator.simulate_remaining()),
-        (0.2, lambda share: try_shardings(simulator, share)),
-        (0.6, lambda share: try_orders(simulator, share)),
-        (0.2, lambda share: try_shardings(simulator, share)),
-        (0.1, lambda share: try_host_memory(simulator, share)),
-    ]
-    for share, step in steps:
-        step(share)
-        advance(share / _WHOLE_EFFORT)
-    ranked = finalists(simulator, share=0.3, least=1 + _NUM_RUNNERS_UP)
-    while not ranked and (
-        simulator.screen(space.smallest_memory_first(), share=0.1, least=6) or simulator.num_waiting
-    ):
-        simulator.simulate(share=0.2, least=6)
-        ranked = finalists(simulator, share=0.3, least=1 + _NUM_RUNNERS_UP)
-    return ranked
+    is_proven = queue.run(1 + _NUM_RUNNERS_UP, tell)
+    tell(1.0)
+    return finalists(simulations, _FINALISTS_SHARE * queue.effort, 1 + _NUM_RUNNERS_UP), is_proven
 
 
 @contextmanager

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..cost.memory import state_per_rank
 from ..cost.sharded_passes import REDUCES_IN_PASSES
-from ..cost.stage_memory import stage_memories
+from ..cost.stage_memory import stage_memories, stage_memory
 from ..cost.step_planner import PlannedStep, Prediction, StepPlanner
-from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan, sync_groups
+from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan, sync_groups
 from ..plan.methods import POLICIES
 from ..plan.parallel_plan import ShardingSettings
 from .candidates import CandidateSpace, EstimatedCandidate
@@ -72,25 +73,26 @@ def cautious_ms(simulated: Simulated | RankedPlan) -> float:
 
 # Slices of candidates, a part of their replicas that stands for all of them, and the state of their ranks.
 
-SMALL_STEP = 1024  # tasks up to which a step is simulated without a slice
+SMALL_STEP = 512  # tasks up to which a step is simulated without a slice
 
 
 def num_parts(candidate: Candidate) -> int:
-    """Number of equal parts that the replicas of a candidate can be split into; one if their passes communicate."""
-    if any(layout.zero_stage >= REDUCES_IN_PASSES for layout in candidate.layouts.values()):
-        return 1
-    return math.gcd(*(layout.dp_size for layout in candidate.layouts.values()))
+    """Number of equal parts that the replicas of a candidate can be split into, replicas with joint tasks in one."""
+    counts = []
+    for layout in candidate.layouts.values():
+        joint = max(1, layout.ep_size // (layout.cp_size * layout.tp_size))
+        if layout.zero_stage >= REDUCES_IN_PASSES:
+            copies = layout.shard_size or layout.dp_size * layout.cp_size
+            joint = math.lcm(joint, max(1, copies // layout.cp_size))
+        counts.append(layout.dp_size // joint)
+    return math.gcd(*counts)
 
 
 def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
     """Checks that weights, gradients and optimizer state fit into each rank's memory."""
     if not host_fits(problem, candidate):
         return False
-    if problem.memory_bytes is None:
-        return True
-    is_divided = any(layout.zero_stage for layout in candidate.layouts.values())
-    small = candidate if is_divided else slice_of(candidate, num_parts(candidate))
-    return state_bytes(problem, small) <= problem.memory_bytes
+    return problem.memory_bytes is None or state_bytes(problem, candidate) <= problem.memory_bytes
 
 
 def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
@@ -107,10 +109,24 @@ def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
 
 
 def state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:
-    """Weights, gradients and optimizer state on the rank with most of them."""
-    plan = candidate.plan(problem.spec)
-    states = state_per_rank(plan, stage_memories(problem.costs, plan))
-    return max(state.total for state in states.values())
+    """Weights, gradients and optimizer state on the rank with most of them, as in [`state_per_rank`]."""
+    held: dict[str, NDArray] = {}  # of each rank that modules share
+    slices: dict[
+        str, NDArray
+    ] = {}  # the smallest of a rank's stages, of which one is freed before the others are summed
+    for name, own in candidate.layouts.items():
+        layout, host = own.with_virtual_stages(candidate.vp_size), candidate.colocated_with.get(name, name)
+        copies = max(layout.ep_size // (layout.cp_size * layout.tp_size), 1)  # with experts of their own
+        replicas = replace(layout, dp_size=copies).stages(problem.spec, name, 0)
+        settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage, layout.ep_size)
+        plan = ParallelPlan({name: ModulePlan(replicas * (layout.dp_size // copies), *settings)})
+        memories = [stage_memory(problem.costs, plan, name, stage) for stage in replicas[0]]
+        sums = np.array([[m.state.total + m.bucket_bytes + m.slice_bytes, m.slice_bytes] for m in memories])
+        hosted = sums.reshape(layout.vp_size, layout.pp_size, 2)
+        position = np.arange(layout.num_ranks) // (layout.cp_size * layout.tp_size) % layout.pp_size
+        held[host] = held.get(host, 0.0) + hosted[..., 0].sum(axis=0)[position]
+        slices[host] = np.minimum(slices.get(host, np.inf), hosted[..., 1].min(axis=0)[position])
+    return max(float((held[host] - slices[host]).max()) for host in held)
 
 
 def slice_of(candidate: Candidate, parts: int) -> Candidate:
@@ -160,14 +176,10 @@ def shard_size(candidate: Candidate) -> int:
     return max(layout.shard_size or layout.dp_size * layout.cp_size for layout in layouts)
 
 
-_LEAST_RANKS = 128
-_MAX_FEW_CANDIDATES = 1024
-_MAX_FEW_TASKS = 40_000
+_TASKS_PER_RANK, _RANKS_PER_TASK = 2, 8  # what a plan takes besides: that is simulated, and that it is a slice of
 _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
-_MAX_PREDICTIONS = 16  # number of fastest steps whose predictions stay in memory
+_KEPT_RATIO = 1.02  # ratio to the fastest step so far up to which predictions stay in memory
 _MAX_KEPT = 64  # number of arrangements, and of planners, that stay in memory
-FEW_RANKS = 8  # ranks up to which a problem is small
-MAX_ESTIMATE_RATIO = 1.3  # maximum ratio of the closed-form estimate to the step time
 
 
 @dataclass
@@ -177,86 +189,54 @@ class Simulated:
     estimated: EstimatedCandidate
     candidate: Candidate
     step_ms: float  # of its slice, or of its whole step if `is_whole`
-    busy_ms: float  # part of it in which its busiest rank computes, which no order of tasks makes shorter
-    optimizer_ms: float  # part of it after the last gradient sum
-    slice_ms: float | None = None  # step time of its slice, if that was simulated
+    least_ms: float = 0.0  # what it takes with any schedule: its busiest rank computes, and the optimizer step
     is_whole: bool = False  # simulated with all replicas
-    prediction: Prediction | None = None  # of the first batch; dropped for slow candidates
+    prediction: Prediction | None = None  # of the first batch; not of slow candidates
 
 
 class Simulations:
-    """Simulates each candidate once: first a slice of its replicas, then all."""
+    """Simulates candidates, a slice of their replicas or all, and keeps what fits."""
 
-    def __init__(self, space: CandidateSpace):
-        self.space, self.problem = space, space.problem
-        self.batches = self.problem.batches
-        self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks)  # in tasks
+    def __init__(self, problem: PlanningProblem):
+        self.problem, self.batches = problem, problem.batches
         self.known: dict[str, Simulated] = {}  # candidates that fit so far
         self.too_large: dict[str, Candidate] = {}
         self.over: dict[str, tuple[float, Candidate]] = {}  # too large by single samples only, with peak bytes
+        self.num_tasks = 0  # of all simulated steps
+        self.best_ms = float("inf")  # the fastest step time with all replicas, see [`cautious_ms`]
         self._steps: dict[tuple, StepPlan] = {}
         self._planners: dict[tuple, StepPlanner] = {}
         self._later: dict[tuple[str, int], Prediction | None] = {}
-
-    # Slices of candidates
-
-    def screen(self, candidates: Iterable[EstimatedCandidate], share: float, least: int) -> int:
-        """
-        Simulates slices of candidates, or all replicas if they have few tasks: as many as a share of the effort
-        allows, at least `least`, and none whose bound is above the best step. Returns how many fit.
-        """
-        num_fitting = num_tasks = num_tried = 0
-        for estimated in candidates:
-            best_ms = self.best_ms
-            is_far = estimated.step_ms > MAX_ESTIMATE_RATIO * best_ms
-            if num_tried >= least and (is_far or num_tasks >= share * self.effort):
-                break
-            if estimated.least_ms >= best_ms and num_tried >= least:
-                continue
-            candidate = self.space.candidate(estimated)
-            tasks = self.screen_one(candidate, estimated)
-            num_tried += tasks > 0
-            num_fitting += tasks > 0 and key_of(candidate) in self.known
-            num_tasks += tasks
-        return num_fitting
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of slices that fit, of candidates that have not been simulated with all replicas."""
-        return sum(not simulated.is_whole for simulated in self.known.values())
-
-    def screen_one(self, candidate: Candidate, estimated: EstimatedCandidate) -> int:
-        """Simulates a slice, or all of a small step; returns the effort, 0 if the candidate is known."""
-        key = key_of(candidate)
-        if key in self.known or key in self.too_large:
-            return 0
-        parts = 1 if candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
-        num_tasks = candidate.num_ranks // parts
-        if not state_fits(self.problem, candidate):
-            self.too_large[key] = candidate
-            return num_tasks
-        num_tasks += candidate.num_tasks // parts
-        if parts == 1:
-            self.simulate_whole(candidate, estimated)
-            return num_tasks
-        found = self.slice(candidate, estimated, parts)
-        if found is None:
-            self.too_large[key] = candidate
-        else:
-            self.known[key] = found
-        return num_tasks
 
     @property
     def num_simulated(self) -> int:
         """Number of simulated layouts that fit."""
         return len({str(simulated.candidate) for simulated in self.known.values()})
 
-    def best_placement(self) -> Mapping[str, str] | None:
-        """Placement of the candidate with the fastest slice."""
-        simulated = self.known.values()
-        return min(simulated, key=lambda s: s.step_ms).estimated.colocated_with if simulated else None
+    def simulate(self, space: CandidateSpace, candidate: Candidate, estimated: EstimatedCandidate) -> Simulated | None:
+        """
+        Simulates all replicas on the first batch, of a step with many tasks only a slice the first time; `None` if
+        the candidate does not fit.
+        """
+        key = key_of(candidate)
+        is_known = key in self.known
+        parts = 1 if is_known or candidate.num_tasks <= SMALL_STEP else num_parts(candidate)
+        found = None
+        self.num_tasks += candidate.num_ranks // _RANKS_PER_TASK
+        if is_known or state_fits(self.problem, candidate):
+            if parts == 1:
+                found = self._whole(candidate, estimated)
+            else:
+                found = self._slice(space, candidate, estimated, parts)
+        if found is None:
+            self.drop(candidate)
+        else:
+            self.known[key] = found
+        return found
 
-    def slice(self, candidate: Candidate, estimated: EstimatedCandidate, parts: int) -> Simulated | None:
+    def _slice(
+        self, space: CandidateSpace, candidate: Candidate, estimated: EstimatedCandidate, parts: int
+    ) -> Simulated | None:
         """Simulates 1/`parts` of the replicas on that part of the first batch; `None` if it does not fit."""
         batch, limit = self.batches[0], self.problem.memory_bytes
         small = slice_of(candidate, parts)
@@ -270,67 +250,30 @@ class Simulations:
             prediction = self.predict(small, samples, limit)
         except ValueError:  # these samples are larger than average
             prediction = self.predict(small, samples, None)
-        # Replica imbalance and the larger all-reduce are added from the closed form.
-        uneven = self.space.options[LANGUAGE_MODEL].unevenness(parts * few[LANGUAGE_MODEL].dp_size)
-        longer = self._sums_ms(estimated, 1) - self._sums_ms(estimated, parts)
         # Samples of a slice may be larger than those of the whole batch.
-        fits = limit is None or prediction.peak_memory_bytes <= (limit if parts == 1 else _SLICE_MEMORY * limit)
-        if not fits:
+        if limit is not None and prediction.peak_memory_bytes > _SLICE_MEMORY * limit:
             self._note_large_samples(candidate, prediction)
             return None
-        step_ms, busy_ms = (uneven * time_ms for time_ms in (prediction.step_ms, _busy_ms(prediction)))
-        step_ms += longer
-        return Simulated(estimated, candidate, step_ms, busy_ms, prediction.optimizer_ms, step_ms)
+        # Replica imbalance and the larger all-reduce are added from the closed form.
+        uneven = space.options[LANGUAGE_MODEL].unevenness(parts * few[LANGUAGE_MODEL].dp_size)
+        longer = _sums_ms(space, estimated, 1) - _sums_ms(space, estimated, parts)
+        return Simulated(estimated, candidate, uneven * prediction.step_ms + longer)
 
-    def _sums_ms(self, estimated: EstimatedCandidate, parts: int) -> float:
-        """Time of gradient all-reduces with 1/`parts` of a candidate's replicas."""
-        sums: dict[str, float] = {}
-        for name, estimate in estimated.estimates.items():
-            host = estimated.colocated_with.get(name, name)
-            sum_ms = self.space.options[name].sync_ms(estimate.kind, estimate.dp_size // parts, estimate.pp_size)
-            sums[host] = sums.get(host, 0.0) + sum_ms
-        return max(sums.values())
+    def _whole(self, candidate: Candidate, estimated: EstimatedCandidate) -> Simulated | None:
+        """Simulates all replicas on the first batch; `None` if the candidate does not fit."""
+        prediction = self.fitting(candidate, self.batches[0])
+        if prediction is None:
+            return None
+        least_ms = max(prediction.timeline.busy_ms.values()) + prediction.optimizer_ms
+        found = Simulated(estimated, candidate, prediction.step_ms, least_ms, True)
+        self.best_ms = min(self.best_ms, cautious_ms(found))
+        if cautious_ms(found) <= _KEPT_RATIO * self.best_ms:
+            found.prediction = prediction
+        return found
 
-    # All replicas
-
-    def simulate(self, share: float, least: int) -> None:
-        """Simulates the fastest slices' candidates whole, at least `least` diverse ones, on the first batch."""
-        num_tasks = 0
-        waiting = sorted((s for s in self.known.values() if not s.is_whole), key=lambda s: s.step_ms)
-        for simulated in waiting:
-            if len(distinct_sizes(self.whole())) >= least and num_tasks >= share * self.effort:
-                break
-            num_tasks += simulated.candidate.num_tasks
-            self.simulate_whole(simulated.candidate, simulated.estimated)
-
-    def whole(self) -> list[Simulated]:
+    def fastest(self) -> list[Simulated]:
         """Candidates simulated with all replicas, fastest first."""
         return sorted((s for s in self.known.values() if s.is_whole), key=cautious_ms)
-
-    @property
-    def best_ms(self) -> float:
-        """The fastest step time with all replicas, see [`cautious_ms`]."""
-        return min((cautious_ms(s) for s in self.known.values() if s.is_whole), default=float("inf"))
-
-    def simulate_whole(self, candidate: Candidate, estimated: EstimatedCandidate) -> None:
-        """Simulates the first batch with all replicas."""
-        key, prediction = key_of(candidate), self.fitting(candidate, self.batches[0])
-        if prediction is None:
-            self.drop(candidate)
-            return
-        slice_ms = self.known[key].slice_ms if key in self.known else None
-        times = (prediction.step_ms, _busy_ms(prediction), prediction.optimizer_ms, slice_ms)
-        self.known[key] = Simulated(estimated, candidate, *times, True, prediction)
-        for slow in self.whole()[_MAX_PREDICTIONS:]:
-            slow.prediction = None
-
-    def simulate_new(self, candidate: Candidate, estimated: EstimatedCandidate) -> int:
-        """Simulates the first batch with all replicas; returns the effort, 0 if that was done before."""
-        known = self.known.get(key := key_of(candidate))
-        if key in self.too_large or (known is not None and known.is_whole):
-            return 0
-        self.simulate_whole(candidate, estimated)
-        return candidate.num_tasks
 
     def on_later_batch(self, candidate: Candidate, number: int) -> Prediction | None:
         """Prediction of a batch after the first one, `None` if it does not fit."""
@@ -344,34 +287,13 @@ class Simulations:
         key = key_of(candidate)
         self.known.pop(key, None)
         self.too_large[key] = candidate
+        self.best_ms = min((cautious_ms(s) for s in self.known.values() if s.is_whole), default=float("inf"))
 
-    def simulate_remaining(self) -> None:
-        """Simulates candidates that could be faster than the best, by estimate: all of a small problem."""
-        best_ms = self.best_ms
-        if self.problem.num_ranks > FEW_RANKS and self.space.num_within(best_ms) > _MAX_FEW_CANDIDATES:
-            return
-        num_tasks = 0
-        for estimated in self.space:
-            if estimated.step_ms > MAX_ESTIMATE_RATIO * best_ms or num_tasks > _MAX_FEW_TASKS:
-                break
-            if estimated.least_ms >= best_ms:
-                continue
-            candidate = self.space.candidate(estimated)
-            key = key_of(candidate)
-            known = self.known.get(key)
-            if key in self.too_large or (known is not None and known.is_whole):
-                continue
-            if not state_fits(self.problem, candidate):
-                self.too_large[key] = candidate
-                continue
-            num_tasks += self.simulate_new(candidate, estimated)
-            best_ms = min(best_ms, self.known[key].step_ms if key in self.known else best_ms)
-
-    def rejection_counts(self) -> dict[str, int]:
+    def rejection_counts(self, space: CandidateSpace) -> dict[str, int]:
         """Reason -> number of candidates rejected for it."""
         fitting = {str(simulated.candidate) for simulated in self.known.values()}
         layouts = {str(candidate) for candidate in self.too_large.values()} - fitting
-        too_large = self.space.num_too_large + len(layouts)
+        too_large = space.num_too_large + len(layouts)
         return {"needs more memory than a rank has": too_large} if too_large else {}
 
     def fitting(self, candidate: Candidate, batch: SampleSizes) -> Prediction | None:
@@ -410,12 +332,18 @@ class Simulations:
         if step is None:
             step = planner.assign_samples(range(batch.num_samples), workloads)
             _keep(self._steps, key, step)
+        self.num_tasks += candidate.num_tasks + _TASKS_PER_RANK * candidate.num_ranks
         return planner.predict(PlannedStep(step, batch, workloads))
 
 
-def _busy_ms(prediction: Prediction) -> float:
-    """Time in which the busiest rank computes."""
-    return max(prediction.timeline.busy_ms.values())
+def _sums_ms(space: CandidateSpace, estimated: EstimatedCandidate, parts: int) -> float:
+    """Time of gradient all-reduces with 1/`parts` of a candidate's replicas."""
+    sums: dict[str, float] = {}
+    for name, estimate in estimated.estimates.items():
+        host = estimated.colocated_with.get(name, name)
+        sum_ms = space.options[name].sync_ms(estimate.kind, estimate.dp_size // parts, estimate.pp_size)
+        sums[host] = sums.get(host, 0.0) + sum_ms
+    return max(sums.values())
 
 
 def key_of(candidate: Candidate) -> str:

@@ -335,6 +335,8 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
     if result is not None:
         text = f"{result.num_candidates:,} candidates estimated, {result.num_simulated} simulated"
         text += f", in {result.search_s:.1f} s"
+        if result.is_proven:
+            text += "; proven: on the first batch no other can be faster"
     return [*lines, ("Search", text)]
 
 
@@ -459,7 +461,8 @@ def print_runners_up(console: Console, result: SearchResult) -> None:
             table.add_row(str(number + 1), text, ms_text(ranked.step_ms), beside, end_section=True)
         console.print(table, highlight=False)
     lines = [("Left out", f"{count:,} candidates: {reason}") for reason, count in result.rejected.items()]
-    lines.append(("Not simulated", f"{result.num_not_simulated:,} candidates: slower by the closed form"))
+    why = "a lower bound of their step is above the best one" if result.is_proven else "not expected to be faster"
+    lines.append(("Not simulated", f"{result.num_not_simulated:,} candidates: {why}"))
     print_labelled(console, lines)
 
 

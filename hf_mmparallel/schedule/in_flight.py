@@ -70,11 +70,13 @@ def occupied_ranks(plan: ParallelPlan) -> list[tuple[int, ...]]:
     """The ranks that a task of each stage occupies, in the plan's order: those of all stages that run it jointly."""
     result = []
     for module in plan.modules.values():
-        size = module.joint_replicas
+        size, known = module.joint_replicas, dict[tuple[int, int], tuple[int, ...]]()
         for replica, index, stage in module.stages():
-            members = module.replicas[replica // size * size :][:size]
-            joint = chain.from_iterable(stages[index].all_ranks for stages in members) if size > 1 else ()
-            result.append(tuple(sorted(joint)) or stage.all_ranks)
+            group = replica // size * size, index
+            if size > 1 and group not in known:
+                joint = (stages[index].all_ranks for stages in module.replicas[group[0] :][:size])
+                known[group] = tuple(sorted(chain.from_iterable(joint)))
+            result.append(known.get(group, stage.all_ranks))
     return result
 
 

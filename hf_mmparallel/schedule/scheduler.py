@@ -86,11 +86,15 @@ class _Tables:
         # what waits for gradients of weights may be as much as the first stage has in flight (Qi et al. 2023, ZB-H1)
         self.max_held = [most[key[:2]] for key in graph.stages]
         ranks = occupied_ranks(plan)
-        self.components = _connected_components(ranks)  # component -> its stages
+        # component -> its stages
+        self.components = _connected_components(ranks)
         self.component_of = [0] * len(ranks)
         for component, stages in enumerate(self.components):
             for stage in stages:
                 self.component_of[stage] = component
+        # without those that run jointly with another one, whose tasks stand for theirs
+        runs = np.bincount(graph.columns[0], minlength=len(ranks))
+        self.components = [[stage for stage in own if runs[stage]] or own[:1] for own in self.components]
         parts = np.zeros(len(ranks), np.int64) if parts is None else parts
         count = int(parts.max(initial=-1)) + 1
         part_of_component = parts[[stages[0] for stages in self.components]]
@@ -130,14 +134,15 @@ class _Tables:
         self.stage_of, self.microbatch, self.chunk = graph.columns.tolist()
 
     def _neighbours(self) -> list[tuple[int, ...]]:
-        on_rank: dict[int, list[int]] = {}
-        for stage, ranks in enumerate(self.ranks):
-            for rank in ranks:
-                on_rank.setdefault(rank, []).append(stage)
-        return [
-            () if self.one_at_a_time[component] else tuple({other: None for rank in ranks for other in on_rank[rank]})
-            for component, ranks in zip(self.component_of, self.ranks, strict=True)
-        ]
+        result: list[tuple[int, ...]] = [()] * len(self.ranks)
+        for stages, is_one in zip(self.components, self.one_at_a_time, strict=True):
+            on_rank: dict[int, list[int]] = {}
+            for stage in stages:
+                for rank in self.ranks[stage]:
+                    on_rank.setdefault(rank, []).append(stage)
+            for stage in () if is_one else stages:
+                result[stage] = tuple({other: None for rank in self.ranks[stage] for other in on_rank[rank]})
+        return result
 
 
 def _lists(keys: NDArray, values: NDArray, count: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.planning.candidates import CandidateSpace
 from hf_mmparallel.planning.options import ModuleOptions
 from hf_mmparallel.planning.problem import Candidate, PlanningProblem
-from hf_mmparallel.planning.search import nested_problems, search_plans
+from hf_mmparallel.planning.search import search_plans
 from hf_mmparallel.planning.simulations import AS_FAST, step_planner
 from tests.cost.models import LAYERS, PLAIN
 from tests.deep_cases import deep
@@ -69,14 +69,6 @@ def test_layouts_that_divide_nothing_are_fastest_where_latency_counts(ranks, bat
     asked = problem_of(ranks, batch, ("vision",), 1, device=LATE, effort=effort, checkpointing=NEVER)
     fewer, more = (step_ms(replace(asked, zero_stages=stages)) for stages in STAGES[:2])
     assert more <= AS_FAST * fewer
-
-
-def test_choices_grow_one_by_one_on_few_ranks():
-    asked = question(4, 8)
-    assert [own.zero_stages for own in nested_problems(asked)] == STAGES
-    assert nested_problems(replace(asked, num_ranks=64)) == [replace(asked, num_ranks=64)]
-    named = dict.fromkeys(BOTH, {"zero_stage": 1})
-    assert len(nested_problems(replace(asked, fixed=named))) == 1
 
 
 def test_a_state_that_fits_only_where_it_is_divided():
