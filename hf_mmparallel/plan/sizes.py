@@ -67,17 +67,14 @@ _LARGE_BATCH = 4096  # batch size from which batches are so similar that fewer a
 def typical_batches(sizes: SampleSizes, global_batch_size: int, seed: int) -> list[SampleSizes]:
     """
     The global batches that predictions are the mean of: a search, the commands and the Trainer have the same. Samples
-    are drawn at random, each as often as the others where there are too few; the batch with the most typical numbers
-    of tokens comes first.
+    are drawn at random, each as often as the others where there are too few.
     """
     count, whole = sizes.num_samples, np.arange(sizes.num_samples)
     batches = []
     for number in range(_NUM_BATCHES if global_batch_size < _LARGE_BATCH else _FEWER_BATCHES):
         rest = np.random.default_rng((seed, number)).choice(count, global_batch_size % count, replace=False)
         batches.append(sizes.take(np.sort(np.concatenate([np.tile(whole, global_batch_size // count), rest]))))
-    tokens = np.array([[own.sum() for own in batch.tokens.values()] for batch in batches], float)
-    far = np.abs(tokens / np.maximum(tokens.mean(axis=0), 1.0) - 1).sum(axis=1)
-    return [batches[number] for number in np.argsort(far, kind="stable").tolist()]
+    return batches
 
 
 @dataclass(frozen=True)
