@@ -89,17 +89,19 @@ def memory_per_rank(
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
     use, last = StepUse(costs, plan, step, sizes), _last_slices(plan, memories)
-    live, transient = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
+    live, transient, host = (dict.fromkeys(result, 0.0) for _ in range(3))
     for key, memory in memories.items():
         fixed, per_microbatch, running = use.of_stage(key, memory)
         count, put_off = in_flight.get(key, 0.0), use.put_off_bytes(key, memory)
         more = put_off * (max(count, (held or {}).get(key, count)) - count)
+        moved = use.moved_bytes(key, memory) * count
         for rank in plan.stage(*key).all_ranks:
             live[rank] += fixed + max(per_microbatch, put_off) * count + more
             transient[rank] = max(transient[rank], running)
+            host[rank] += moved
     # where they are more, the summed slices of gradients under ZeRO take the place of activations
     beside = {rank: max(live[rank] + transient[rank], last.get(rank, 0.0)) for rank in result}
-    return {rank: state + RankMemory(activations=beside[rank]) for rank, state in result.items()}
+    return {rank: own + RankMemory(activations=beside[rank], host=host[rank]) for rank, own in result.items()}
 
 
 class StepUse:
@@ -136,6 +138,10 @@ class StepUse:
     def put_off_bytes(self, key: StageKey, memory: StageMemory) -> float:
         """Maximum bytes of a microbatch that stay for weight gradients."""
         return max(map(memory.put_off_bytes, self.microbatches.get(key[:2], ())), default=0.0)
+
+    def moved_bytes(self, key: StageKey, memory: StageMemory) -> float:
+        """Maximum bytes of a microbatch in host memory."""
+        return max(map(memory.moved_bytes, self.microbatches.get(key[:2], ())), default=0.0)
 
     def of_stage(self, key: StageKey, memory: StageMemory) -> tuple[float, float, float]:
         """Constant bytes of a stage, maximum bytes per microbatch in flight, and transient bytes of a task."""
