@@ -135,34 +135,33 @@ class StageMemory:
         """`[squared tokens, tokens, 1]` of a chunk on one cp rank."""
         return chunk / np.array([self.cp_size, self.cp_size, 1.0])
 
-    def saved_bytes(self, chunk: NDArray) -> float:
-        """Bytes that a chunk saves between its forward and its backward."""
-        return self.most_saved_bytes(chunk[None])
-
-    def put_off_bytes(self, chunk: NDArray) -> float:
-        """Bytes of a chunk that stay from the gradients of inputs to those of weights."""
-        return float(weighted_sum(self.put_off.sum(axis=0), self._scaled(chunk)))
-
-    def moved_bytes(self, chunk: NDArray) -> float:
-        """Bytes of a chunk in host memory between its forward and its backward."""
-        return float(weighted_sum(self.moved, self._scaled(chunk)))
-
-    def most_saved_bytes(self, chunks: NDArray) -> float:
-        """The largest of [`~StageMemory.saved_bytes`] of some chunks `[chunks, 3]`; 0 without chunks."""
+    def saved_bytes(self, chunks: NDArray) -> NDArray:
+        """Bytes `[...]` that chunks `[..., 3]` save between their forward and their backward."""
         scaled = self._scaled(chunks)
-        is_longer = scaled[:, 1] > self.max_tokens
-        most = weighted_sum(scaled[~is_longer], self.saved.sum(axis=0)).max(initial=0.0)
-        if self.longer is not None:
-            most = max(most, weighted_sum(scaled[is_longer], self.longer.saved.sum(axis=0)).max(initial=0.0))
-        return float(most)
+        saved = weighted_sum(scaled, self.saved.sum(axis=0))
+        if self.longer is None:
+            return saved
+        return np.where(scaled[..., 1] > self.max_tokens, self.longer.saved_bytes(chunks), saved)
 
-    def most_running_bytes(self, chunks: NDArray) -> float:
-        """Most bytes of a task besides saved activations and gradients, on some chunks `[chunks, 3]`."""
-        scaled, most = self._scaled(chunks), 0.0
+    def put_off_bytes(self, chunks: NDArray) -> NDArray:
+        """Bytes `[...]` of chunks `[..., 3]` that stay from the gradients of inputs to those of weights."""
+        return weighted_sum(self._scaled(chunks), self.put_off.sum(axis=0))
+
+    def moved_bytes(self, chunks: NDArray) -> NDArray:
+        """Bytes `[...]` of chunks `[..., 3]` in host memory between their forward and their backward."""
+        return weighted_sum(self._scaled(chunks), self.moved)
+
+    def most_running_bytes(self, chunks: NDArray, starts: Sequence[int] | NDArray = (0,)) -> NDArray:
+        """
+        Most bytes of a task besides saved activations and gradients `[groups]`, on groups of chunks `[chunks, 3]` that
+        begin at `starts`.
+        """
+        scaled, most = self._scaled(chunks), np.zeros(len(starts))
         is_longer = scaled[:, 1] > self.max_tokens
-        for memory, own in ((self, scaled[~is_longer]), (self.longer, scaled[is_longer])):
-            if memory is not None and len(own):
-                most = max(most, float(weighted_sum(memory.transient, own.max(axis=0)).max(initial=0.0)))
+        for memory, wanted in ((self, ~is_longer), (self.longer, is_longer)):
+            if memory is not None and wanted.any():
+                largest = np.maximum.reduceat(np.where(wanted[:, None], scaled, 0.0), starts)
+                most = np.maximum(most, weighted_sum(memory.transient, largest[:, None]).max(axis=1, initial=0.0))
         return most
 
     def forward_bytes(self, chunk: NDArray) -> float:

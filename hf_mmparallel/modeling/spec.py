@@ -247,10 +247,15 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     return with_tp_dims(model, ModelSpec(modules, _tied(model, locations), placeholders))
 
 
+def num_experts_of(config: Any) -> int:
+    """Returns the experts of a mixture in the configuration of a language model, 0 for none."""
+    return _setting(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
+
+
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
     """Returns active experts per token / number of experts for a parameter of experts, 1 for others."""
     config: Any = model.config.get_text_config()
-    num_experts = _setting(config, "num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = num_experts_of(config)
     num_active = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
     is_expert = ".experts." in name and len(shape) > 1
     if not is_expert or not num_experts or not isinstance(num_active, int):

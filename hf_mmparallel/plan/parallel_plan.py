@@ -112,6 +112,9 @@ class Stage:
     def tp_size(self) -> int:
         return len(self.mesh[0])
 
+    def has_layer(self, layer: int) -> bool:
+        return self.layers[0] <= layer < self.layers[1]
+
     @cached_property
     def all_ranks(self) -> tuple[int, ...]:
         return tuple(rank for tp_group in self.mesh for rank in tp_group)
@@ -387,7 +390,7 @@ class ParallelPlan(HtmlRepr):
         result: dict[int, list[int]] = {}
         for feature, layer in enumerate(edge.layers):
             for index, stage in enumerate(self.modules[edge.target].replicas[replica]):
-                if stage.layers[0] <= layer < stage.layers[1]:
+                if stage.has_layer(layer):
                     result.setdefault(index, []).append(feature)
         return {index: tuple(features) for index, features in sorted(result.items())}
 

@@ -363,7 +363,7 @@ def prepare_model(
         whole, adapter = unwrap_peft_model(model)
     if source is None:
         check_equal_models(whole, world)
-    check_model(whole, is_searched=plugin.auto)
+    check_model(whole, is_searched=plugin.auto, compiles=args.torch_compile)
     kernels = liger_kernels(args)
     if kernels is not None:  # before layers of other ranks are replaced, which have nothing to put kernels in
         apply_liger_kernel(whole, kernels)
