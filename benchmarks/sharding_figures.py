@@ -1,4 +1,4 @@
-"""The tables of sharded layouts and shared experts beside those of other libraries, and as predicted, see `pages.py`."""
+"""The tables of ZeRO and of shared experts beside other libraries, and of predictions, see `pages.py`."""
 
 from __future__ import annotations
 
