@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from ..schedule.in_flight import further_in_flight
 from .activations import grouped_copies
 from .devices import Hardware
 from .layers import CostModel
-from .memory import StepUse, sample_features, state_per_rank
+from .memory import sample_features, stage_uses, state_per_rank
 from .row_sizes import RowLayout
 from .stage_memory import GIB, StageMemory, stage_memories
 from .stage_times import layer_table
@@ -66,26 +67,40 @@ def _fitting_shares(
     plan: ParallelPlan, demands: _MemoryDemands, memories: dict[StageKey, StageMemory], free: dict[int, float]
 ) -> dict[int, tuple[float, float]]:
     """Rank -> memory that microbatches of any size leave, and the largest share of a replica's work that fits it."""
-    in_flight, free = steady_in_flight(plan), dict(free)
-    held: dict[tuple[str, int], float] = {}  # most microbatches in flight on any stage of a replica
-    for key, count in in_flight.items():
-        held[key[:2]] = max(held.get(key[:2], 0.0), count)
-    # modules on the same rank split its memory in proportion to their work
-    growing, cases = dict.fromkeys(free, 0.0), {rank: [np.zeros((1, 2))] for rank in free}
+    in_flight = steady_in_flight(plan)
+    held = _most_of_replicas(in_flight)
+    # equal stages of replicas with as much work, and ranks with such stages, are computed once
+    found: dict[tuple, tuple[float, float, NDArray]] = {}
+    on_rank: dict[int, tuple[tuple, ...]] = dict.fromkeys(free, ())
     for key, memory in memories.items():
-        per_part, fixed, running = demands.of_stage(key, memory, in_flight[key], held[key[:2]])
+        case = (key[0], id(memory), in_flight[key], held[key[:2]], demands.load(*key[:2]))
+        if case not in found:
+            found[case] = demands.of_stage(key, memory, in_flight[key], held[key[:2]])
         for rank in plan.stage(*key).all_ranks:
-            growing[rank] += per_part
-            free[rank] -= fixed
-            cases[rank].append(running)
-    shares = {}
-    for rank, num_bytes in free.items():
-        slopes, constant = np.concatenate(cases[rank]).T
-        slopes = growing[rank] + slopes
+            on_rank[rank] += (case,)
+    shares: dict[tuple, tuple[float, float]] = {}
+    for cases in {(free[rank], *on_rank[rank]) for rank in free}:
+        num_bytes, *stages = cases
+        # modules on the same rank split its memory in proportion to their work
+        growing, running = 0.0, [np.zeros((1, 2))]
+        for case in stages:
+            per_part, fixed, transient = found[case]
+            growing, num_bytes = growing + per_part, num_bytes - fixed
+            running.append(transient)
+        slopes, constant = np.concatenate(running).T
+        slopes = growing + slopes
         available = np.maximum(num_bytes - constant, 0.0)
         least = np.divide(available, slopes, out=np.full_like(available, np.inf), where=slopes > 0).min()
-        shares[rank] = num_bytes, float(least)
-    return shares
+        shares[cases] = num_bytes, float(least)
+    return {rank: shares[num_bytes, *on_rank[rank]] for rank, num_bytes in free.items()}
+
+
+def _most_of_replicas(in_flight: Mapping[StageKey, float]) -> dict[tuple[str, int], float]:
+    """(module, replica) -> most microbatches in flight on any of its stages."""
+    result: dict[tuple[str, int], float] = {}
+    for key, count in in_flight.items():
+        result[key[:2]] = max(result.get(key[:2], 0.0), count)
+    return result
 
 
 def _limits(plan: ParallelPlan, demands: _MemoryDemands, shares: dict[int, float]) -> dict[str, int]:
@@ -142,15 +157,16 @@ class _MemoryDemands:
         Bytes that grow with the microbatch, constant bytes, and both `[cases, 2]` for transient memory, with some
         microbatches in flight and others that wait for weight gradients, as many as `held` together.
         """
-        name, replica, stage = key
+        name, replica, _ = key
         scale = np.array([self.squares[name], self.tokens[name]]) * self.excess[name] / memory.cp_size
         saved, put_off = memory.saved.sum(axis=0), memory.put_off.sum(axis=0)
         saved = np.maximum(saved, put_off) + put_off * ((held - in_flight) / in_flight)
         growing, fixed = in_flight * float(weighted_sum(saved[:2], scale)), in_flight * float(saved[2])
-        load = self._load(name, replica)
+        load = self.load(name, replica)
         fixed += memory.kept_bytes + memory.input_bytes * load * self.tokens[name]
         for edge in self.plan.edges:
-            if edge.target == name and stage in self.plan.edge_stages(edge, replica) and edge.source in self.features:
+            enters = edge.target == name and any(map(self.plan.stage(*key).has_layer, edge.layers))
+            if enters and edge.source in self.features:
                 copies = self.plan.modules[name].dp_size * memory.cp_size
                 growing += in_flight * self.features[edge.source] / copies
         if name in self.features and memory.frees_features:
@@ -160,7 +176,7 @@ class _MemoryDemands:
             growing, fixed = 0.0, fixed + load * growing / in_flight
         return growing, fixed, np.stack([weighted_sum(memory.transient[:, :2], scale), memory.transient[:, 2]], axis=1)
 
-    def _load(self, name: str, replica: int) -> float:
+    def load(self, name: str, replica: int) -> float:
         """Work of a replica relative to the mean of all replicas of its module, by the microbatches of the plan."""
         counts, served = self.plan.microbatch_counts, self.plan.served_replicas(name, replica)
         return sum(counts[index] for index in served) * len(counts) / (len(served) * self.plan.total_microbatches)
@@ -232,18 +248,15 @@ def fitting_in_flight(
     free = free_bytes(plan, memories, memory_bytes)
     flow = GradientFlow(plan)
     max_in_flight = in_flight_1f1b(plan, step)
-    use = StepUse(costs, plan, step, sizes)
     needed, waiting, running = {}, {}, dict.fromkeys(free, 0.0)
-    for key, memory in memories.items():
-        fixed, needed[key], extra = use.of_stage(key, memory)
-        waiting[key] = put_off = use.put_off_bytes(key, memory)
-        needed[key] = max(needed[key], put_off)
+    held = _most_of_replicas(max_in_flight)
+    for key, use in stage_uses(costs, plan, step, sizes, memories).items():
+        needed[key], waiting[key] = max(use.per_microbatch, use.put_off), use.put_off
         # as many microbatches as any stage of the replica has in flight may wait for weight gradients
-        most = max(limit for other, limit in max_in_flight.items() if other[:2] == key[:2])
-        fixed += put_off * (most - max_in_flight[key])
+        fixed = use.fixed + use.put_off * (held[key[:2]] - max_in_flight[key])
         for rank in plan.stage(*key).all_ranks:
             free[rank] -= fixed
-            running[rank] = max(running[rank], extra)
+            running[rank] = max(running[rank], use.running)
     free = {rank: num_bytes - running[rank] for rank, num_bytes in free.items()}
     stages = [key for key in max_in_flight if flow.has_backward(*key) and needed[key]]
     for key in stages:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import ParallelPlan, SampleSizes, StageKey, StepPlan
+from ..plan.step_plan import ChunkTable
 from ..schedule import Task, build_graph
 from ..schedule.kinds import KINDS
 from .activations import grouped_copies
 from .layers import CostModel
-from .row_sizes import ChunkKey, chunk_sizes
+from .row_sizes import ChunkKey, RowLayout
 from .stage_memory import RankMemory, StageMemory, feature_bytes, stage_memories
 
 
@@ -50,17 +52,26 @@ def activation_sizes(
     costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes
 ) -> dict[ChunkKey, NDArray]:
     """For each chunk `[stored token pairs, tokens, 1]`, see [`chunk_sizes`]."""
-    spec, result = costs.spec, {}
-    # Of a rank that has most of the heads.
-    copies = {
-        name: grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_sizes[0])
-        for name, module in plan.modules.items()
-    }
-    for key, size in chunk_sizes(costs, plan, step, sizes).items():
-        # with a stored mask, repeated keys and values are stored, too, and count like its entries
-        pairs = size.scores + (copies[key[0]] if size.scores else 0) * size.tokens
-        result[key] = np.array([pairs, size.tokens, float(size.tokens > 0)])
+    result: dict[ChunkKey, NDArray] = {}
+    for name in plan.modules:
+        table, values = _activations_of(costs, plan, step, sizes, name)
+        keys = zip(*(column.tolist() for column in (table.replica, table.microbatch, table.chunk)), strict=True)
+        result |= {(name, *key): size for key, size in zip(keys, values, strict=True)}
     return result
+
+
+def _activations_of(
+    costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes, name: str
+) -> tuple[ChunkTable, NDArray]:
+    """The chunks of a module, with [`activation_sizes`] of each `[chunks, 3]`."""
+    spec, module, table = costs.spec, plan.modules[name], step.chunk_table(name, step.replicas(name))
+    if not len(table.replica):
+        return table, np.zeros((0, 3))
+    tokens, _, scores = RowLayout.of(costs, name, module).of_chunks(sizes, name, table).T
+    # of a rank that has most of the heads: with a stored mask, repeated keys and values are stored, too, and count
+    # like its entries
+    copies = grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_sizes[0])
+    return table, np.stack([scores + np.where(scores > 0, copies, 0) * tokens, tokens, tokens > 0], axis=1)
 
 
 def sample_features(costs: CostModel, sizes: SampleSizes, encoder: str) -> NDArray:
@@ -88,68 +99,93 @@ def memory_per_rank(
     """
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
-    use, last = StepUse(costs, plan, step, sizes), _last_slices(plan, memories)
-    live, transient = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
-    for key, memory in memories.items():
-        fixed, per_microbatch, running = use.of_stage(key, memory)
-        count, put_off = in_flight.get(key, 0.0), use.put_off_bytes(key, memory)
-        more = put_off * (max(count, (held or {}).get(key, count)) - count)
+    last = _last_slices(plan, memories)
+    live, transient, host = (dict.fromkeys(result, 0.0) for _ in range(3))
+    for key, use in stage_uses(costs, plan, step, sizes, memories).items():
+        count = in_flight.get(key, 0.0)
+        more = use.put_off * (max(count, (held or {}).get(key, count)) - count)
         for rank in plan.stage(*key).all_ranks:
-            live[rank] += fixed + max(per_microbatch, put_off) * count + more
-            transient[rank] = max(transient[rank], running)
+            live[rank] += use.fixed + max(use.per_microbatch, use.put_off) * count + more
+            transient[rank] = max(transient[rank], use.running)
+            host[rank] += use.moved * count
     # where they are more, the summed slices of gradients under ZeRO take the place of activations
     beside = {rank: max(live[rank] + transient[rank], last.get(rank, 0.0)) for rank in result}
-    return {rank: state + RankMemory(activations=beside[rank]) for rank, state in result.items()}
+    return {rank: own + RankMemory(activations=beside[rank], host=host[rank]) for rank, own in result.items()}
 
 
-class StepUse:
-    """Sizes of the microbatches and chunks of a step in each replica."""
+class StageUse(NamedTuple):
+    """Bytes of the microbatches of a step on a stage."""
 
-    def __init__(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes):
-        self.plan = plan
-        activations = activation_sizes(costs, plan, step, sizes)
-        self.microbatches: dict[tuple[str, int], list[NDArray]] = {}
-        self.chunks: dict[tuple[str, int], list[NDArray]] = {}
-        for (name, replica, index), chunks in step.chunks.items():
-            parts = [activations[name, replica, index, number] for number in range(len(chunks))]
-            self.microbatches.setdefault((name, replica), []).append(sum(parts, np.zeros(3)))
-            self.chunks.setdefault((name, replica), []).extend(parts)
-        self.received, self.sent = self._features(costs, plan, step, sizes)
+    fixed: float  # whatever is in flight
+    per_microbatch: float  # most of a microbatch in flight
+    running: float  # transient ones of a task
+    put_off: float  # most of a microbatch that stay for weight gradients
+    moved: float  # most of a microbatch in host memory
 
-    def _features(self, costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> tuple[dict, dict]:
-        """
-        (encoder, replica of the consumer) -> bytes of the features in the consumer's largest microbatch, and
-        (encoder, replica) -> bytes of all features that this replica sends.
-        """
-        received: dict[tuple[str, int], float] = {}
-        sent: dict[tuple[str, int], float] = {}
-        for edge in plan.edges:
-            if not costs.spec.modules[edge.source].is_encoder:
-                continue
+
+def stage_uses(
+    costs: CostModel,
+    plan: ParallelPlan,
+    step: StepPlan,
+    sizes: SampleSizes,
+    memories: Mapping[StageKey, StageMemory],
+) -> dict[StageKey, StageUse]:
+    """(module, replica, stage) -> what the microbatches of its replica need there."""
+    received, sent = _features(costs, plan, step, sizes)
+    activations = {name: _activations_of(costs, plan, step, sizes, name) for name in plan.modules}
+    # stages of several replicas with one memory are computed together
+    known: dict[tuple[str, int], list[StageUse]] = {}
+    result = {}
+    for key, memory in memories.items():
+        name, replica, _ = key
+        if (name, id(memory)) not in known:
+            columns = _uses_of(memory, *activations[name], plan.modules[name].dp_size)
+            for edge in plan.edges:
+                if edge.target == name and edge.source in sent and any(map(plan.stage(*key).has_layer, edge.layers)):
+                    columns[1] += received[edge.source, name] / memory.cp_size
+            if memory.frees_features:
+                columns[0] += sent.get(name, 0.0)
+            known[name, id(memory)] = list(map(StageUse._make, columns.T.tolist()))
+        result[key] = known[name, id(memory)][replica]
+    return result
+
+
+def _uses_of(memory: StageMemory, table: ChunkTable, sizes: NDArray, num_replicas: int) -> NDArray:
+    """The columns of [`StageUse`] `[5, replicas]`, without features."""
+    result = np.zeros((5, num_replicas))
+    result[0] = memory.kept_bytes
+    if len(sizes):
+        chunks = np.flatnonzero(np.diff(table.replica, prepend=-1))  # the first of each replica
+        replicas = table.replica[chunks]
+        is_first = (np.diff(table.replica, prepend=-1) != 0) | (np.diff(table.microbatch, prepend=-1) != 0)
+        microbatches = np.add.reduceat(sizes, np.flatnonzero(is_first))
+        starts = (np.cumsum(is_first) - 1)[chunks]
+        result[0, replicas] += memory.input_bytes * np.add.reduceat(microbatches[:, 1], starts)
+        result[1, replicas] = np.maximum.reduceat(memory.saved_bytes(microbatches), starts)
+        result[2, replicas] = memory.most_running_bytes(sizes, chunks)
+        result[3, replicas] = np.maximum.reduceat(memory.put_off_bytes(microbatches), starts)
+        result[4, replicas] = np.maximum.reduceat(memory.moved_bytes(microbatches), starts)
+    return result
+
+
+def _features(
+    costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes
+) -> tuple[dict[tuple[str, str], NDArray], dict[str, NDArray]]:
+    """
+    (encoder, consumer) -> bytes of the features in the largest microbatch of each replica of the consumer, and encoder
+    -> bytes of all features that each of its replicas sends.
+    """
+    received, sent = {}, {}
+    for edge in plan.edges:
+        if costs.spec.modules[edge.source].is_encoder:
             values = sample_features(costs, sizes, edge.source)
-            for replica, microbatches in enumerate(step.microbatches[edge.target]):
-                received[edge.source, replica] = max((values[list(m)].sum() for m in microbatches), default=0.0)
-            for replica, microbatches in enumerate(step.microbatches[edge.source]):
-                sent[edge.source, replica] = sum(values[list(m)].sum() for m in microbatches)
-        return received, sent
-
-    def put_off_bytes(self, key: StageKey, memory: StageMemory) -> float:
-        """Maximum bytes of a microbatch that stay for weight gradients."""
-        return max(map(memory.put_off_bytes, self.microbatches.get(key[:2], ())), default=0.0)
-
-    def of_stage(self, key: StageKey, memory: StageMemory) -> tuple[float, float, float]:
-        """Constant bytes of a stage, maximum bytes per microbatch in flight, and transient bytes of a task."""
-        name, replica, stage = key
-        microbatches = np.array(self.microbatches.get((name, replica), [np.zeros(3)]))
-        per_microbatch = memory.most_saved_bytes(microbatches)
-        for edge in self.plan.edges:
-            if edge.target == name and stage in self.plan.edge_stages(edge, replica):
-                per_microbatch += self.received.get((edge.source, replica), 0.0) / memory.cp_size
-        fixed = memory.kept_bytes + memory.input_bytes * float(microbatches[:, 1].sum())
-        if memory.frees_features:
-            fixed += self.sent.get((name, replica), 0.0)
-        chunks = np.array(self.chunks.get((name, replica)) or [np.zeros(3)])
-        return fixed, per_microbatch, memory.most_running_bytes(chunks)
+            sent[edge.source] = np.array(
+                [sum(values[list(m)].sum() for m in own) for own in step.microbatches[edge.source]]
+            )
+            received[edge.source, edge.target] = np.array(
+                [max((values[list(m)].sum() for m in own), default=0.0) for own in step.microbatches[edge.target]]
+            )
+    return received, sent
 
 
 # Memory of each rank over the time of a step, and its peak.
@@ -232,7 +268,7 @@ class _MemoryEvents:
                 continue
             memory = self.memories[task.stage_key]
             size = self.activations[task.key[0], task.key[1], *task.key[3:]]
-            saved = memory.saved_bytes(size)
+            saved = float(memory.saved_bytes(size))
             if task.row.opens:
                 self.allocate(task.stage_key, start_ms, end_ms, memory.forward_bytes(size) - saved)
                 self.allocate(task.stage_key, start_ms, self.released_ms(task), saved)
@@ -241,7 +277,7 @@ class _MemoryEvents:
                 self.allocate(task.stage_key, start_ms, end_ms, memory.backward_bytes(size, is_first) - saved)
                 after = self._later(task)
                 if after is not None:
-                    self.allocate(task.stage_key, end_ms, self.times[after][1], memory.put_off_bytes(size))
+                    self.allocate(task.stage_key, end_ms, self.times[after][1], float(memory.put_off_bytes(size)))
             elif task.row.adds_gradients:
                 self.allocate(task.stage_key, start_ms, end_ms, float(memory.largest.max()))
             if is_first:

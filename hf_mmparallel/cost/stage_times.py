@@ -19,6 +19,7 @@ from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
 from .layers import CostModel, LayerCost, Polynomial, data_gradients
 from .sharded_passes import PassTransfers, TimedTransfer, longer_ms, transfers_in_passes
+from .stage_memory import moved_bytes
 
 # Under context parallelism, transfers of keys and values in each part of the work, relative to a forward (for input
 # gradients they are gathered again, and their gradients are reduced), and the attention that hides them.
@@ -360,14 +361,33 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
                 shared[name, index] = transfers_in_passes(costs, plan, name, index)
             transfers = shared[name, index]
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
+            moves = module.storage.offload_activations
             kind = (name, stage.layers, stage.tp_size, link, first_rank, waits_ms, transfers)
             if kind not in known:
                 table = layer_table(costs, name, stage.tp_size, module.activation_checkpointing, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table, waits_ms)
+                if moves:
+                    moved = moved_bytes(costs, name, stage.tp_size, module.activation_checkpointing)
+                    known[kind] = _with_moves(costs, known[kind], stage, table, moved)
                 if transfers is not None:
                     known[kind] = _with_transfers(known[kind], stage, table, transfers)
             result[name, replica, index] = known[kind]
     return result
+
+
+def _with_moves(costs: CostModel, cost: StageCost, stage: Stage, table: LayerTable, moved: NDArray) -> StageCost:
+    """The cost of a stage whose layers' activations `[num_layers, 3]` are in host memory between its passes."""
+    link = costs.device.host_link_bytes_per_ms
+    if link is None:
+        return cost
+    own, rows = moved[slice(*stage.layers)] / link, slice(1 + stage.layers[0], 1 + stage.layers[1])
+    work = dict(cost.work)
+    parts: tuple[tuple[Work, NDArray], ...] = (("forward", table.forward), ("inputs", table.backward))
+    for part, computed in parts:
+        # those of a layer travel while another one computes; those of the last layer, while none does
+        exposed = np.maximum(own - computed[rows], 0.0).sum(axis=0) + own[-1]
+        work[part] += Polynomial(*exposed.tolist()).over(stage.cp_size)
+    return replace(cost, work=work)
 
 
 def _with_transfers(cost: StageCost, stage: Stage, table: LayerTable, transfers: PassTransfers) -> StageCost:

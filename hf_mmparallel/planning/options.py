@@ -450,7 +450,7 @@ class ModuleOptions:
         """Estimated transient bytes of a task on the first and on the last stage."""
         chunk = self._chunk_sizes(kind, num_samples)
         chunk[2] = 1.0
-        first, last = (max(memory.most_running_bytes(chunk[None]) for memory in pair) for pair in self._ends(kind))
+        first, last = (max(float(own.most_running_bytes(chunk[None])[0]) for own in pair) for pair in self._ends(kind))
         return first, last
 
     def _chunk_sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:
@@ -526,7 +526,7 @@ class ModuleOptions:
     def saved_bytes(self, kind: ParallelConfig, num_samples: float = 1.0, padded: bool = True) -> float:
         """Saved activations of all layers for a mean microbatch on each rank."""
         chunk = self._chunk_sizes(kind, num_samples, padded)
-        return self._memory(kind, 0, self.module_spec.num_layers).saved_bytes(chunk)
+        return float(self._memory(kind, 0, self.module_spec.num_layers).saved_bytes(chunk))
 
 
 def microbatch_counts(problem: PlanningProblem, dp_size: int) -> list[int]:

@@ -394,7 +394,8 @@ class _Demand:
         if memory.frees_features:
             fixed += self.sent_bytes
         held = self.state_copies * (memory.state.weights + memory.state.optimizer)
-        return fixed, memory.most_saved_bytes(self.sizes), memory.most_running_bytes(self.sizes), held
+        saved = float(memory.saved_bytes(self.sizes).max(initial=0.0))
+        return fixed, saved, float(memory.most_running_bytes(self.sizes)[0]), held
 
     def received_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of the features of a microbatch that enter a stage."""

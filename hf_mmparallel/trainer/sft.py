@@ -55,7 +55,7 @@ _SFT_ARGUMENTS: Mapping[str, Refused] = {
         lambda value: value == "dft", "no rank sees a whole forward", "Give it as a `compute_loss_func`."
     ),
     "activation_offloading": Refused(
-        bool, "stages keep their own activations", 'Use `activation_checkpointing_kwargs={"offload": True}`.'
+        bool, "stages keep their own activations", "Use `offload_activations` of the modules."
     ),
 }
 
