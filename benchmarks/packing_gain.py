@@ -28,6 +28,7 @@ from typing import Any
 import common
 import numpy as np
 import torch
+import torch.distributed as dist
 import vlm_configs
 from rich.table import Table
 from trainer_overhead import WARMUP_STEPS, StepClock
@@ -138,13 +139,16 @@ def make_trainer(variant: str, dataset: str, shapes: common.Shapes, num_steps: i
     return MultimodalParallelTrainer(args=args, train_dataset=samples, **given)
 
 
-def seconds_of(trainer: Any) -> float:
-    """Trains and times the steps after the warm-up."""
+def seconds_of(trainer: Any) -> tuple[float, float]:
+    """Trains and times the steps after the warm-up: on the clock, and of the processors of all ranks."""
     clock = StepClock()
     trainer.add_callback(clock)
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return clock.stop[0] - clock.start[0]
+    seconds, processor = (stop - start for start, stop in zip(clock.start, clock.stop, strict=True))
+    total = torch.tensor(processor)
+    dist.all_reduce(total)
+    return seconds, float(total)
 
 
 def measure(shapes: common.Shapes, datasets: Sequence[str], num_steps: int, repeats: int) -> list[dict[str, Any]]:
@@ -152,7 +156,7 @@ def measure(shapes: common.Shapes, datasets: Sequence[str], num_steps: int, repe
     variants = [TRL] * (find_spec("trl") is not None) + list(ORDERS)
     rng, rows = random.Random(0), []
     for dataset in datasets:
-        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+        seconds: dict[str, list[tuple[float, float]]] = {variant: [] for variant in variants}
         for number in range(repeats + 1):
             for variant in rng.sample(variants, len(variants)):
                 gc.collect()
@@ -165,8 +169,12 @@ def measure(shapes: common.Shapes, datasets: Sequence[str], num_steps: int, repe
         )
         tokens_a_step = tokens / (WARMUP_STEPS + num_steps)
         for variant, values in seconds.items():
-            speed = common.spread([num_steps * tokens_a_step / value for value in values])
-            rows.append({"dataset": dataset, "variant": variant, "tokens_per_second": speed})
+            clock, processor = (
+                common.spread([num_steps * tokens_a_step / own for own in column])
+                for column in zip(*values, strict=True)
+            )
+            row = {"dataset": dataset, "variant": variant, "tokens_per_second": clock}
+            rows.append({**row, "tokens_per_processor_second": processor})
     return rows
 
 
@@ -180,11 +188,12 @@ def tables(result: dict[str, Any]) -> list[Table]:
         speeds = [f"{found[model, dataset, variant]['tokens_per_second']:,.0f}" for variant in ORDERS]
         predicted.add_row(model, dataset, *speeds)
     measured = Table(title="Measured on two CPU ranks: tokens per second")
-    for column in ("dataset", "variant", "median", "min", "max"):
+    for column in ("dataset", "variant", "median", "min", "max", "a second of the processor"):
         measured.add_column(column)
     for row in result["measured"]:
         speed = [f"{row['tokens_per_second'][key]:,.0f}" for key in ("median", "min", "max")]
-        measured.add_row(row["dataset"], row["variant"], *speed)
+        processor = f"{row['tokens_per_processor_second']['median']:,.0f}"
+        measured.add_row(row["dataset"], row["variant"], *speed, processor)
     return [predicted, measured]
 
 
