@@ -118,6 +118,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/memory_error.py
 	$(BIN)/python benchmarks/sharding.py
+	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/sharded_simulation.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/search_quality.py

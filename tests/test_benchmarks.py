@@ -194,6 +194,14 @@ def test_sharding_compares_every_stage_with_those_that_divide_as_much(tmp_path):
         assert over.keys() >= result["goals"].keys()
 
 
+def test_experts_compares_shared_experts_with_those_of_transformers(tmp_path):
+    (variants,) = _quick("experts", tmp_path, "--only", "ep")["ranks"].values()
+    assert set(variants) == {"dp, ep", "dp, ep, ZeRO-3", "tp, ep", "transformers, ep, FSDP2"}
+    for row in variants.values():
+        assert row["losses"] == pytest.approx(variants["dp, ep"]["losses"], rel=1e-5)  # they train the same
+        assert row["live_mib"] > 0 < row["sent_mib"] and row["step_ms"]["min"] > 0
+
+
 def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
     result = _quick("calibration", tmp_path)
     fitted, *judged = result["plans"]

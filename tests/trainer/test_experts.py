@@ -120,6 +120,11 @@ BALANCED_LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = 
         "stages": ({"pp_size": 2}, {}),
         "stages, forwards first": ({"pp_size": 2}, {"schedule": "gpipe"}),
     },
+    4: {
+        "stages, split backwards": ({"dp_size": 2, "pp_size": 2, "ep_size": 2, "split_backward": True}, {}),
+        "ZeRO-3, recomputed": ({"dp_size": 4, "ep_size": 2, "zero_stage": 3, **AGAIN}, {}),
+        "cp and tp": ({"cp_size": 2, "tp_size": 2, "ep_size": 4, "cp_block": 8}, {}),
+    },
 }
 
 
