@@ -419,14 +419,22 @@ def _stage_cost(
         cost = replace(cost, work={**cost.work, **{part: cost.work[part] + waits for part in ("forward", "inputs")}})
     if cp_size == 1 or module != LANGUAGE_MODEL:  # the cp ranks of an encoder have whole images
         return cost
+    layers, link = range(*stage.layers), costs.device.link_bytes_per_ms(stage.cp_groups[0])
+    attending = [layer for layer in layers if module_spec.attends(layer)]
+    received_ms = costs.value_bytes * (cp_size - 1) / cp_size / link  # of a value of each token from other ranks
     width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
-    received = costs.value_bytes * width * (cp_size - 1) / cp_size
-    gather_ms = received / costs.device.link_bytes_per_ms(stage.cp_groups[0])
-    squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / cp_size
+    # the tokens of a rank go to those of their samples and back
+    moved_ms = 2 * module_spec.hidden_size * received_ms / cp_size * sum(map(module_spec.carries_state, layers))
+    moved: dict[Work, Polynomial] = {
+        part: cost.work[part] + Polynomial(token=moved_ms)
+        for part in ("forward", "inputs", "again")
+        if part == "forward" or cost.work[part] != Polynomial()
+    }
     return replace(
         cost,
-        gather_token_ms=stage.num_layers * gather_ms,
-        gather_square_ms=squares,
+        work={**cost.work, **moved},
+        gather_token_ms=len(attending) * width * received_ms,
+        gather_square_ms=sum(table.forward[1 + layer, 0] for layer in attending) / cp_size,
     )
 
 
@@ -482,11 +490,12 @@ def _training_flops(model: _Same, module: str) -> tuple[float, float]:
 def attended_squares(module_spec: ModuleSpec, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
     """Squared lengths of samples averaged over a module's layers, of those with a window only what is inside."""
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
-    if not module_spec.windows:
+    windows = module_spec.needed_windows
+    if not windows:
         return squares
     is_causal = module_spec.name == LANGUAGE_MODEL
     # whether or not the kernel skips the rest
-    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in module_spec.windows)
+    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in windows)
     return np.mean(np.stack(list(layers)), axis=0)
 
 

@@ -84,7 +84,7 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> 
     if task.module != LANGUAGE_MODEL:
         return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
     if task.stage == 0 and inputs.rank == firsts[0]:
-        sums.add(*language_work(inputs.whole_batch(task), spec.windows))
+        sums.add(*language_work(inputs.whole_batch(task), spec.needed_windows))
     return nullcontext()
 
 
