@@ -122,6 +122,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/sharded_simulation.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/search_quality.py
+	$(BIN)/python benchmarks/placements.py
 	$(BIN)/python benchmarks/published_runs.py
 	$(BIN)/python benchmarks/calibration.py
 	$(BIN)/python benchmarks/sizes_at_scale.py

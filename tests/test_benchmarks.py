@@ -202,6 +202,18 @@ def test_experts_compares_shared_experts_with_those_of_transformers(tmp_path):
         assert row["live_mib"] > 0 < row["sent_mib"] and row["step_ms"]["min"] > 0
 
 
+def test_placements_have_the_best_plan_of_each_kind(tmp_path):
+    cases = _quick("placements", tmp_path)["cases"]
+    assert len(cases) == 2 and (tmp_path / "placements.png").stat().st_size > 1000
+    for case in cases:
+        one, shared, own = (case["plans"][name] for name in ("one layout", "shared ranks", "own ranks"))
+        assert shared["step_ms"] <= one["step_ms"]
+        assert all("on shared ranks" in row["plan"] for row in (one, shared)) and "on its own ranks" in own["plan"]
+        sizes = [module.split(": ")[1].split(", ")[0] for module in one["plan"].split("; ")[:2]]
+        assert sizes[0] == sizes[1]
+        assert case["gains"]["own ranks"] == pytest.approx(one["step_ms"] / own["step_ms"] - 1)
+
+
 def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
     result = _quick("calibration", tmp_path)
     fitted, *judged = result["plans"]

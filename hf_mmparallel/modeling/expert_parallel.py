@@ -140,9 +140,9 @@ class SharedExperts:
         row_P, slot_P = ((index_RK >= 0) & (index_RK < self._experts.num_experts)).nonzero(as_tuple=True)
         hidden_PD, index_P1 = hidden_RD[row_P], index_RK[row_P, slot_P, None]
         weights_P1 = weights_RK[row_P, slot_P, None]
-        if not len(row_P):  # weights have gradients of zeros, as those of experts without tokens do
+        if not len(row_P):  # all have gradients of zeros, so that this rank takes part in the sums of those of others
             hidden_PD = hidden_RD.sum(0, keepdim=True)
-            index_P1, weights_P1 = index_P1.new_zeros(1, 1), weights_P1.new_zeros(1, 1)
+            index_P1, weights_P1 = index_P1.new_zeros(1, 1), weights_P1.sum().view(1, 1)
         with self._own_weights():
             added_PD = self._forward(hidden_PD, index_P1, weights_P1)[: len(row_P)]
         return _sum_by_row(added_PD, row_P, len(hidden_RD)).to(hidden_RD.dtype)

@@ -105,6 +105,25 @@ def test_families_equal_the_stock_trainer(family: str):
     assert_same(family, {str(layout): run for (_, layout), run in zip(cases, results, strict=True)})
 
 
+def of_one_rank() -> dict[str, Any]:
+    """A model whose routers send all tokens to the first experts."""
+    arguments = of_family("GptOssForCausalLM")
+    for name, parameter in arguments["model"].named_parameters():
+        if name.endswith("router.bias"):
+            parameter.data[:2] += 100
+    return arguments
+
+
+def train_on_one_rank() -> list[runs.Run]:
+    layouts = (LAYOUTS[2][name] for name in ("within a tp group", "over replicas"))
+    return [runs.parallel_run("llama", {LM: layout}, **of_one_rank()) for layout in layouts]
+
+
+def test_ranks_whose_experts_get_no_token_take_part():
+    for run in run_distributed(train_on_one_rank, 2)[0]:
+        runs.assert_same_run(run, runs.stock("llama", **of_one_rank()))
+
+
 # The loss over the experts' load
 
 # large enough to be seen in losses and gradients
