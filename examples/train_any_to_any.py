@@ -40,6 +40,18 @@ IDS = {word: place for place, word in enumerate(WORDS)}
 NUM_ROWS = 4  # placeholders of a picture that is read (patches), and of one that is drawn
 NUM_HELD_OUT = 297
 SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler"}
+DEFAULTS = {
+    "global_batch_size": 64,
+    "per_device_train_batch_size": 16,
+    "max_steps": 600,
+    "learning_rate": 2e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 50,
+    "logging_steps": 100,
+    "save_strategy": "no",
+    "report_to": [],
+    "remove_unused_columns": False,
+}
 LAYOUT = {"vision": {}, "language_model": {}, "image": {"dp_size": 2}}
 
 
@@ -142,18 +154,7 @@ def share_read(model: MultimodalModel, tasks: DigitTasks) -> float:
 def main() -> MultimodalParallelTrainer:
     """Trains, saves, draws and reads."""
     given = HfArgumentParser(MultimodalTrainingArguments)  # type: ignore[arg-type]
-    given.set_defaults(
-        global_batch_size=64,
-        per_device_train_batch_size=16,
-        max_steps=600,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=50,
-        logging_steps=100,
-        save_strategy="no",
-        report_to=[],
-        remove_unused_columns=False,
-    )
+    given.set_defaults(**DEFAULTS)
     (args,) = given.parse_args_into_dataclasses()
     if args.parallel is None and args.world_size > 1:
         args.parallel = LAYOUT
