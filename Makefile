@@ -108,6 +108,8 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/simulator_error.py
 	$(BIN)/python benchmarks/context_parallel_balance.py
+	$(BIN)/python benchmarks/packing_gain.py
+	$(BIN)/python benchmarks/model_plans.py
 	$(BIN)/python benchmarks/sampler_overhead.py
 	$(BIN)/python benchmarks/rank_balance.py
 	$(BIN)/python benchmarks/scale.py

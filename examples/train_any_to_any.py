@@ -180,9 +180,10 @@ def report(model: Any, folder: Path) -> None:
     drawn = draw(model, wanted)
     classifier = SVC(gamma=0.1).fit(known.pixels.flatten(1).numpy(), known.digits)
     found = classifier.predict(drawn.flatten(1).numpy())
-    grid = drawn.view(10, 10, 8, 8).permute(0, 2, 1, 3).reshape(80, 80)
+    apart = torch.nn.functional.pad(drawn, (1, 1, 1, 1), value=-1.0)
+    grid = apart.view(10, 10, 10, 10).permute(0, 2, 1, 3).reshape(100, 100)
     picture = Image.fromarray(((1 - grid.numpy()) * 127.5).astype(np.uint8))
-    picture.resize((480, 480), Image.Resampling.NEAREST).save(folder / "drawn.png")
+    picture.resize((500, 500), Image.Resampling.NEAREST).save(folder / "drawn.png")
     with (folder / "README.md").open("a") as card:
         card.write("\n## Drawn digits\n\n![ten drawings of each digit](drawn.png)\n")
     held_out = classifier.score(unseen.pixels.flatten(1).numpy(), unseen.digits)

@@ -303,3 +303,19 @@ def test_what_runs_on_a_gpu_runs_on_the_cpu_to_be_tried(name, arguments, tmp_pat
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert result["device"] == "cpu" and len(result["rows"]) == {"gpu_check": 2, "gpu_step": 4}[name]
     assert all(row["difference"] < 0.02 for row in result["rows"])
+
+
+def test_packing_gain_predicts_and_measures_the_same_variants(tmp_path):
+    result = _quick("packing_gain", tmp_path)
+    variants = ["padded", "packed", "packed, arranged"]
+    speeds = {row["variant"]: row["tokens_per_second"] for row in result["predicted"]}
+    assert list(speeds) == variants and speeds["packed"] > speeds["padded"]
+    measured = {row["variant"]: row for row in result["measured"]}
+    assert {*measured} - {"TRL, padded"} == {*variants}
+    assert all(row["tokens_per_processor_second"]["min"] > 0 for row in measured.values())
+
+
+def test_model_plans_are_those_of_the_command(tmp_path):
+    (row,) = _quick("model_plans", tmp_path)["plans"]
+    assert row["gpus"] == 8 and row["layouts"]["language_model"].startswith("dp 4 x tp 2")
+    assert 0 < row["peak_memory_gib"] < 72 and row["step_ms"] > 0

@@ -21,7 +21,7 @@ def test_it_trains_reads_and_draws(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     logs = [log for log in trainer.state.log_history if "loss/image" in log]
     for name in ("loss/image", "loss/language_model"):
         assert logs[-1][name] < 0.95 * logs[0][name], name
-    assert Image.open(tmp_path / "drawn.png").size == (480, 480)
+    assert Image.open(tmp_path / "drawn.png").size == (500, 500)
     assert "held-out digits" in capsys.readouterr().out
     loaded = MultimodalModel.from_pretrained(tmp_path)
     drawn = example.draw(loaded.eval(), [3, 7])

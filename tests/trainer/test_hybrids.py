@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests import hybrids
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -33,16 +34,16 @@ LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Lfm2ForCausalLM", {LM: {"tp_size": 2, **AGAIN}}),
 )
 CP = {"cp_size": 2}
-SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
+SHARED: tuple[tuple[str, dict[str, Any]], ...] = (  # the first four on each change
     (VLM, {VISION: {"tp_size": 2, **BESIDE}, LM: {**CP, "cp_block": 4, **AGAIN}}),
+    ("BambaForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
+    ("FalconH1ForCausalLM", {LM: {**CP, "cp_method": "zigzag", "cp_block": 4, **AGAIN}}),
+    ("Lfm2ForCausalLM", {LM: {**CP, "cp_block": 4, "zero_stage": 3}}),
     (MOE_VLM, {VISION: {"dp_size": 2, **BESIDE}, LM: {**CP, "zero_stage": 3}}),
     ("Qwen3NextForCausalLM", {LM: {**CP, "cp_mode": "segments", "zero_stage": 1}}),
     ("KimiLinearForCausalLM", {LM: CP}),
-    ("BambaForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
-    ("FalconH1ForCausalLM", {LM: {**CP, "cp_method": "zigzag", "cp_block": 4, **AGAIN}}),
     ("JambaForCausalLM", {LM: {**CP, "zero_stage": 2}}),
     ("GraniteMoeHybridForCausalLM", {LM: {**CP, "offload_activations": True}}),
-    ("Lfm2ForCausalLM", {LM: {**CP, "cp_block": 4}}),
     ("MiniMaxForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
 )
 FROZEN = {"freeze": True}
@@ -79,8 +80,13 @@ def check(world_size: int, layouts: tuple[tuple[str, dict[str, Any]], ...]) -> N
 
 @pytest.mark.parametrize(
     "layouts",
-    [LAYOUTS[:4], LAYOUTS[4:8], LAYOUTS[8:], SHARED[:4], SHARED[4:]],
-    ids=["Qwen", "two kinds", "and others", "rows of ranks, delta rule", "rows of ranks, Mamba and convolutions"],
+    [
+        pytest.param(LAYOUTS[:4], id="Qwen"),
+        pytest.param(LAYOUTS[4:8], id="two kinds"),
+        pytest.param(LAYOUTS[8:], id="and others"),
+        pytest.param(SHARED[:4], id="rows of ranks"),
+        deep(SHARED[4:], id="rows of ranks, and others"),
+    ],
 )
 def test_packed_rows_in_a_layout_equal_the_stock_trainer(layouts: Any):
     check(2, layouts)
