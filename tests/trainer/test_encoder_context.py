@@ -73,6 +73,11 @@ ON_TWO: dict[str, Case] = {
     ),
 }
 ON_FOUR: dict[str, Case] = {
+    "more ranks than images": (
+        "qwen2_vl",
+        {VISION: {"cp_size": 4}, LM: {"dp_size": 4, "colocate_with": VISION}},
+        {"data": True},
+    ),
     "with the tokens, on the same ranks": (
         "llava",
         {VISION: {**CP2, "tp_size": 2}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2, "cp_block": 8}},
