@@ -108,6 +108,8 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/trainer_overhead.py
 	$(BIN)/python benchmarks/simulator_error.py
 	$(BIN)/python benchmarks/context_parallel_balance.py
+	$(BIN)/python benchmarks/packing_gain.py
+	$(BIN)/python benchmarks/model_plans.py
 	$(BIN)/python benchmarks/sampler_overhead.py
 	$(BIN)/python benchmarks/rank_balance.py
 	$(BIN)/python benchmarks/scale.py
@@ -116,9 +118,11 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/memory_error.py
 	$(BIN)/python benchmarks/sharding.py
+	$(BIN)/python benchmarks/experts.py
 	$(BIN)/python benchmarks/sharded_simulation.py
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/search_quality.py
+	$(BIN)/python benchmarks/placements.py
 	$(BIN)/python benchmarks/published_runs.py
 	$(BIN)/python benchmarks/calibration.py
 	$(BIN)/python benchmarks/sizes_at_scale.py

@@ -27,10 +27,8 @@ import common
 import torch
 import torch.distributed as dist
 from rich.table import Table
-from sharding import ACCUMULATION, MICROBATCH, WARMUP_STEPS, measure, take_turns, value_of
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
-
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from sharding import measure, take_turns, trainer_of, value_of
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer
 
 PEER = "transformers, ep, FSDP2"
 # Variant -> sizes; n stands for all ranks
@@ -90,36 +88,15 @@ def make_dataset(shapes: Shapes, size: int) -> list[dict[str, torch.Tensor]]:
 def make_trainer(variant: str, folder: str, shapes: Shapes, num_steps: int) -> Trainer:
     """The Trainer of a variant, with the model of a folder."""
     world_size = int(os.environ["WORLD_SIZE"])
-    global_batch = MICROBATCH * ACCUMULATION * world_size
-    arguments: dict[str, Any] = {
-        "output_dir": tempfile.gettempdir(),
-        "max_steps": WARMUP_STEPS + num_steps,
-        "per_device_train_batch_size": MICROBATCH,
-        "optim": "adamw_torch",
-        "learning_rate": 1e-4,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "ddp_backend": "gloo",
-    }
-    data = make_dataset(shapes, global_batch * (WARMUP_STEPS + num_steps))
+    make_data = functools.partial(make_dataset, shapes)
     if variant == PEER:
         from transformers.distributed import DistributedConfig
 
         shared = DistributedConfig(tp_size=1, fsdp_size=world_size, ep_size=world_size)
-        args: Any = TrainingArguments(**arguments, gradient_accumulation_steps=ACCUMULATION)
         model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=shared)
-        return Trainer(model=model, args=args, train_dataset=data)
+        return trainer_of(model, make_data, num_steps)
     sizes = {name: world_size if size == "n" else size for name, size in OURS[variant].items()}
-    args = MultimodalTrainingArguments(
-        **arguments,
-        global_batch_size=global_batch,
-        parallel={"language_model": sizes},
-        microbatch_assignment="contiguous",
-    )
-    return MultimodalParallelTrainer(model=folder, args=args, train_dataset=data)
+    return trainer_of(folder, make_data, num_steps, {"language_model": sizes})
 
 
 def run_ranks(options: argparse.Namespace) -> None:
@@ -136,16 +113,18 @@ def run_ranks(options: argparse.Namespace) -> None:
 
 def table_of(num_ranks: int, result: dict[str, dict[str, Any]]) -> Table:
     """The figures on a number of ranks."""
-    table = Table("variant", "step ms", "live tensors MiB", "sent MiB", "ratios", title=f"{num_ranks} ranks")
+    columns = ("variant", "step ms", "CPU ms", "live tensors MiB", "sent MiB", "ratios")
+    table = Table(*columns, title=f"{num_ranks} ranks")
     table.title_justify = "left"
     for name, row in result.items():
         other = result.get(WHOLE.get(name, ""))
-        keys = ("step_ms", "live_mib", "sent_mib")
+        keys = ("step_ms", "cpu_ms", "live_mib", "sent_mib")
         ratios = [] if other is None else [f"{key} {value_of(row, key) / value_of(other, key):.2f}" for key in keys]
         step = row["step_ms"]
         table.add_row(
             name,
             f"{step['median']:.0f} ({step['min']:.0f} to {step['max']:.0f})",
+            f"{row['cpu_ms']['median']:.0f}",
             f"{row['live_mib']:.1f}",
             f"{row['sent_mib']:.1f}",
             ", ".join(ratios) + (f" of {WHOLE[name]}" if ratios else ""),

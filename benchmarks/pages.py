@@ -36,6 +36,7 @@ import search_figures
 import sharding_figures
 import template_figures
 import trainer_figures
+import vlm_figures
 from figures import ROOT
 
 QUOTING = (
@@ -54,7 +55,7 @@ QUOTING = (
     trainer_figures,
 )
 QUOTED = {page for source in QUOTING for page in source.QUOTES}
-SOURCES = (*QUOTING, argument_figures, device_figures, scale_figures, schedule_figures, sharding_figures)
+SOURCES = (*QUOTING, argument_figures, device_figures, scale_figures, schedule_figures, sharding_figures, vlm_figures)
 BLOCKS = {name: block for source in SOURCES for name, block in source.BLOCKS.items()}
 
 MARKED = re.compile(r"<!-- results: (\w+) -->\n(.*?)<!-- end of results -->", re.DOTALL)

@@ -172,9 +172,36 @@ def quotes_of_papers() -> Iterator[str]:
     for method in ("ours", "capped LPT"):
         values = [balance("papers", kind, 65536, method)["work"]["mean"] for kind in ("EP", "EE", "MP")]
         yield f"{max(values):.4f} times the mean at most"
+    gains = [placement_gain(name) for name in ("shared ranks", "own ranks")]
+    yield f"up to {gains[0]} % more on shared ranks and up to {gains[1]} % more on ranks of their own"
     modelled = result("simulator_error")["modelled"]["median_error"]
     yield f"modelled tasks on 4 and 8 ranks differ by {percent(modelled)} %"
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"papers_arrangement": papers_arrangement, "papers_masks": papers_masks}
+def placements() -> str:
+    """TFLOP/s per GPU of the best plans of three kinds, by model and context."""
+    cases = result("placements")["cases"]
+    contexts = list(dict.fromkeys(case["context"] for case in cases))
+    rows = []
+    for model in dict.fromkeys(case["model"] for case in cases):
+        own = [case for case in cases if case["model"] == model]
+        encoder, language = own[0]["billions"]
+        for name in own[0]["plans"]:
+            found = [case["plans"][name] for case in own]
+            cells = " | ".join("" if row is None else f"{row['tflops_per_gpu']:.0f}" for row in found)
+            rows.append(f"| {encoder:.1f}B, {language:.1f}B | {name} | {cells} |")
+    return table(f"| encoder, language model | plan | {' | '.join(f'{c // 1024}k' for c in contexts)} |", rows)
+
+
+def placement_gain(name: str) -> str:
+    """The most that a kind of plan gains over one layout, in percent."""
+    gains = [case["gains"][name] for case in result("placements")["cases"] if name in case["gains"]]
+    return percent(max(gains))
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "papers_arrangement": papers_arrangement,
+    "papers_masks": papers_masks,
+    "placements": placements,
+}
 QUOTES: dict[str, Callable[[], Iterator[str]]] = {"docs/papers.md": quotes_of_papers}

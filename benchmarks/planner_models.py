@@ -62,7 +62,7 @@ def cornstarch_sizes(num_samples: int) -> SampleSizes:
     return SampleSizes.of_sequences({name: [own] * num_samples for name, own in lengths.items()})
 
 
-def _stack(prefix: str, shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> list[ParameterSpec]:
+def stack_of(prefix: str, shapes: Mapping[str, tuple[int, ...]], num_layers: int) -> list[ParameterSpec]:
     """The matrices of each layer; the vectors beside them cost nothing worth counting."""
     return [
         ParameterSpec(f"{prefix}.{layer}.{name}.weight", shape, layer, "bfloat16")
@@ -84,7 +84,7 @@ def _vision(size: str, language_width: int) -> ModuleSpec:
     merged = MERGED * width
     parameters = [
         ParameterSpec("vision.tower.patch_embed.weight", (width, 3 * 2 * 14 * 14), -1, "bfloat16"),
-        *_stack("vision.tower.blocks", shapes, num_layers),
+        *stack_of("vision.tower.blocks", shapes, num_layers),
         # A token of the projector is four of the layers.
         ParameterSpec("vision.projector.0.weight", (merged, merged), num_layers, "bfloat16", True, 1 / MERGED),
         ParameterSpec("vision.projector.2.weight", (language_width, merged), num_layers, "bfloat16", True, 1 / MERGED),
@@ -119,7 +119,7 @@ def _audio(size: str, language_width: int) -> ModuleSpec:
         ParameterSpec(f"audio.tower.subsampling.{name}.weight", shape, -1, "bfloat16", True, positions)
         for name, (shape, positions) in front.items()
     ]
-    parameters += _stack("audio.tower.encoders", shapes, num_layers)
+    parameters += stack_of("audio.tower.encoders", shapes, num_layers)
     parameters += [
         ParameterSpec("audio.projector.up.weight", (language_width, width), num_layers, "bfloat16"),
         ParameterSpec("audio.projector.down.weight", (language_width, language_width), num_layers, "bfloat16"),
@@ -149,7 +149,7 @@ def _llama(size: str) -> ModuleSpec:
     stack = "language_model.layers"
     parameters = [
         ParameterSpec("language_model.embed_tokens.weight", (_VOCABULARY, width), -1, "bfloat16"),
-        *_stack(stack, shapes, num_layers),
+        *stack_of(stack, shapes, num_layers),
     ]
     if not tied:
         parameters.append(ParameterSpec("language_model.lm_head.weight", (_VOCABULARY, width), num_layers, "bfloat16"))

@@ -103,8 +103,16 @@ def make_dataset(shapes: common.Shapes, size: int) -> list[dict[str, torch.Tenso
     return samples[:size]
 
 
-def make_trainer(variant: str, shapes: common.Shapes, num_steps: int) -> Trainer:
-    """The Trainer of a variant with a fresh model."""
+def trainer_of(
+    model: Any,
+    make_data: Callable[[int], list[dict[str, torch.Tensor]]],
+    num_steps: int,
+    parallel: dict[str, Any] | None = None,
+    collator: Callable | None = None,
+    **peer: Any,
+) -> Trainer:
+    """Ours with a layout, or the stock Trainer with the arguments of a peer, on the same global batches."""
+    global_batch = MICROBATCH * ACCUMULATION * int(os.environ["WORLD_SIZE"])
     arguments: dict[str, Any] = {
         "output_dir": tempfile.gettempdir(),
         "max_steps": WARMUP_STEPS + num_steps,
@@ -118,27 +126,27 @@ def make_trainer(variant: str, shapes: common.Shapes, num_steps: int) -> Trainer
         "use_cpu": True,
         "remove_unused_columns": False,
         "ddp_backend": "gloo",
+        **peer,
     }
+    data = make_data(global_batch * (WARMUP_STEPS + num_steps))
+    given: dict[str, Any] = {"model": model, "train_dataset": data, "data_collator": collator}
+    if parallel is None:
+        return Trainer(args=TrainingArguments(**arguments, gradient_accumulation_steps=ACCUMULATION), **given)
+    ours = {"global_batch_size": global_batch, "microbatch_assignment": "contiguous", "parallel": parallel}
+    return MultimodalParallelTrainer(args=MultimodalTrainingArguments(**arguments, **ours), **given)
+
+
+def make_trainer(variant: str, shapes: common.Shapes, num_steps: int) -> Trainer:
+    """The Trainer of a variant with a fresh model."""
     # DeepSpeed's stage 3 would divide a model that is built after its arguments before it has its random weights.
     model = common.build_model(shapes)
-    world_size = int(os.environ["WORLD_SIZE"])
-    global_batch = MICROBATCH * ACCUMULATION * world_size
-    if variant in OURS:
-        sharding = {"zero_stage": OURS[variant], "reshard_after_forward": variant != KEPT}
-        modules = {"vision": {"dp_size": world_size, **sharding}}
-        modules["language_model"] = {"colocate_with": "vision", **sharding}
-        args: Any = MultimodalTrainingArguments(
-            **arguments, global_batch_size=global_batch, parallel=modules, microbatch_assignment="contiguous"
-        )
-    else:
-        args = TrainingArguments(**{**arguments, **peer_arguments(variant)}, gradient_accumulation_steps=ACCUMULATION)
-    trainer_class = MultimodalParallelTrainer if variant in OURS else Trainer
-    return trainer_class(
-        model=model,
-        args=args,
-        train_dataset=make_dataset(shapes, global_batch * (WARMUP_STEPS + num_steps)),
-        data_collator=common.collate,
-    )
+    make_data = functools.partial(make_dataset, shapes)
+    if variant not in OURS:
+        return trainer_of(model, make_data, num_steps, collator=common.collate, **peer_arguments(variant))
+    sharding = {"zero_stage": OURS[variant], "reshard_after_forward": variant != KEPT}
+    modules = {"vision": {"dp_size": int(os.environ["WORLD_SIZE"]), **sharding}}
+    modules["language_model"] = {"colocate_with": "vision", **sharding}
+    return trainer_of(model, make_data, num_steps, modules, common.collate)
 
 
 def peer_arguments(variant: str) -> dict[str, Any]:

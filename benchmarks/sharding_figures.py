@@ -1,4 +1,4 @@
-"""The tables of sharded layouts on the pages: beside FSDP2 and DeepSpeed, and as predicted, see `pages.py`."""
+"""The tables of ZeRO and of shared experts beside other libraries, and of predictions, see `pages.py`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def sharding() -> str:
     return table("| variant | step ms | CPU ms | live tensors MiB | sent MiB | time | CPU | live | sent |", rows)
 
 
+def experts() -> str:
+    """Time, memory and bytes sent of each variant with experts, on the most ranks that ran."""
+    _, found = max(result("experts")["ranks"].items(), key=lambda item: int(item[0]))
+    rows = []
+    for name, row in found.items():
+        cells = [ms(row["step_ms"]["median"]), ms(row["cpu_ms"]["median"])]
+        rows.append(f"| {name} | {' | '.join(cells)} | {row['live_mib']:.0f} | {row['sent_mib']:.1f} |")
+    return table("| variant | step ms | CPU ms | live tensors MiB | sent MiB |", rows)
+
+
 def sharded_simulation() -> str:
     """Predicted and measured steps with modelled durations."""
     header = "| layout | predicted ms | measured ms | error | exposed transfers |"
@@ -29,4 +39,4 @@ def sharded_simulation() -> str:
     return table(header, rows)
 
 
-BLOCKS = {"sharding": sharding, "sharded_simulation": sharded_simulation}
+BLOCKS = {"sharding": sharding, "experts": experts, "sharded_simulation": sharded_simulation}

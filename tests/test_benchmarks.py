@@ -194,6 +194,26 @@ def test_sharding_compares_every_stage_with_those_that_divide_as_much(tmp_path):
         assert over.keys() >= result["goals"].keys()
 
 
+def test_experts_compares_shared_experts_with_those_of_transformers(tmp_path):
+    (variants,) = _quick("experts", tmp_path, "--only", "ep")["ranks"].values()
+    assert set(variants) == {"dp, ep", "dp, ep, ZeRO-3", "tp, ep", "transformers, ep, FSDP2"}
+    for row in variants.values():
+        assert row["losses"] == pytest.approx(variants["dp, ep"]["losses"], rel=1e-5)  # they train the same
+        assert row["live_mib"] > 0 < row["sent_mib"] and row["step_ms"]["min"] > 0
+
+
+def test_placements_have_the_best_plan_of_each_kind(tmp_path):
+    cases = _quick("placements", tmp_path)["cases"]
+    assert len(cases) == 2 and (tmp_path / "placements.png").stat().st_size > 1000
+    for case in cases:
+        one, shared, own = (case["plans"][name] for name in ("one layout", "shared ranks", "own ranks"))
+        assert shared["step_ms"] <= one["step_ms"]
+        assert all("on shared ranks" in row["plan"] for row in (one, shared)) and "on its own ranks" in own["plan"]
+        sizes = [module.split(": ")[1].split(", ")[0] for module in one["plan"].split("; ")[:2]]
+        assert sizes[0] == sizes[1]
+        assert case["gains"]["own ranks"] == pytest.approx(one["step_ms"] / own["step_ms"] - 1)
+
+
 def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
     result = _quick("calibration", tmp_path)
     fitted, *judged = result["plans"]
@@ -283,3 +303,19 @@ def test_what_runs_on_a_gpu_runs_on_the_cpu_to_be_tried(name, arguments, tmp_pat
     result = json.loads((tmp_path / f"{name}.json").read_text())
     assert result["device"] == "cpu" and len(result["rows"]) == {"gpu_check": 2, "gpu_step": 4}[name]
     assert all(row["difference"] < 0.02 for row in result["rows"])
+
+
+def test_packing_gain_predicts_and_measures_the_same_variants(tmp_path):
+    result = _quick("packing_gain", tmp_path)
+    variants = ["padded", "packed", "packed, arranged"]
+    speeds = {row["variant"]: row["tokens_per_second"] for row in result["predicted"]}
+    assert list(speeds) == variants and speeds["packed"] > speeds["padded"]
+    measured = {row["variant"]: row for row in result["measured"]}
+    assert {*measured} - {"TRL, padded"} == {*variants}
+    assert all(row["tokens_per_processor_second"]["min"] > 0 for row in measured.values())
+
+
+def test_model_plans_are_those_of_the_command(tmp_path):
+    (row,) = _quick("model_plans", tmp_path)["plans"]
+    assert row["gpus"] == 8 and row["layouts"]["language_model"].startswith("dp 4 x tp 2")
+    assert 0 < row["peak_memory_gib"] < 72 and row["step_ms"] > 0

@@ -95,7 +95,8 @@ def _arguments(script: str, line: list[str]) -> None:
     defaults = {"output_dir": "out"}
     if (ROOT / script).is_file():
         module = runpy.run_path(str(ROOT / script))
-        types = [module["ScriptArguments"], module.get("MultimodalTrainingArguments", TrainingArguments)]
+        types = [module.get("MultimodalTrainingArguments", TrainingArguments)]
+        types += [module["ScriptArguments"]] if "ScriptArguments" in module else []
         defaults |= module["DEFAULTS"]
     parser = HfArgumentParser(types)
     parser.set_defaults(**defaults)

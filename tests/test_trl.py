@@ -20,6 +20,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
 )
 from trl import (
@@ -158,6 +160,16 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 ON_RANK = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
 
 
+def of_experts(folder: Path, parallel: Any = None, **settings: Any) -> Any:
+    """A mixture of experts, whose load TRL has a loss over by default."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**tiny.TEXT, num_local_experts=4, router_aux_loss_coef=0.5, eos_token_id=1)
+    settings |= {} if parallel is None else {"parallel": parallel}
+    args = arguments(folder, max_length=None, **settings)
+    data = {"train_dataset": samples(), "processing_class": tokenizer()}
+    return trainer_of(MixtralForCausalLM(config), args, **data)
+
+
 def of_folder(folder: Path, **settings: Any) -> Any:
     """The text model of a folder, which the Trainer reads."""
     args = arguments(folder, max_length=None, **settings)
@@ -180,6 +192,7 @@ def on_ranks(folder: str) -> dict[str, list[dict[str, float]]]:
         if "peft_config" in given:
             given["peft_config"] = LoraConfig(**given["peft_config"])
         found[name] = logs(of_text(attention, Path(folder), **given))
+    found["mixture of experts"] = logs(of_experts(Path(folder), {"language_model": {"pp_size": 2}}, **ON_RANK))
     images = {"parallel": {"vision": {}, "language_model": {}}, **ON_RANK}
     for packing in (True, False):
         trainer = of_images(Path(folder), packing, packing=packing, **images)
@@ -193,12 +206,14 @@ def test_plans_give_the_logs_of_stock_trl(tmp_path: Path) -> None:
     text = logs(of_text("sdpa", tmp_path, max_length=None))
     adapted = logs(of_text("sdpa", tmp_path, LoraConfig(**LORA), max_length=None))
     images = logs(of_images(tmp_path, False))
+    experts = logs(of_experts(tmp_path))
     llama("sdpa").save_pretrained(tmp_path / "model")
     assert logs(of_folder(tmp_path)) == text
     for rank in run_distributed(on_ranks, 2, str(tmp_path), timeout=240):
-        assert len(rank) == 6
+        assert len(rank) == 7
         for name, found in rank.items():
             expected = images if "images" in name else adapted if "LoRA" in name else text
+            expected = experts if "experts" in name else expected
             assert len(found) == len(expected) == 3
             for got, want in zip(found, expected, strict=True):
                 assert got == pytest.approx(want, rel=2e-5), name

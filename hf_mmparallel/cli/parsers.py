@@ -42,6 +42,7 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   master_weights      false to let the optimizer update 16-bit weights without a float32 copy
   offload_optimizer   true for the optimizer's state and step on the CPU
   offload_params      true for the frozen weights of layers in host memory
+  offload_activations true for what layers save for the backward in host memory
   learning_rate, weight_decay
                       of the module; without effect on a plan
   peft_config         adapters of the module; a dict, so in a file for --parallel only

@@ -96,9 +96,10 @@ class LayerShape:
                 if owner in matrices and adapter.group(1) == "A":
                     matrices[owner] = replace(matrices[owner], adapter_bytes=num_bytes, adapter_rank=p.shape[0])
             elif use.multiplies and len(p.shape) in (2, 3):
-                count = p.shape[0] if len(p.shape) == 3 else 1
+                is_depthwise = len(p.shape) == 3 and p.shape[1] == 1  # a convolution of each channel by itself
+                count = p.shape[0] if len(p.shape) == 3 and not is_depthwise else 1
                 name = _WRAPPED.sub("", p.name)
-                rows, columns = p.shape[-2:]
+                rows, columns = (p.shape[0], p.shape[2]) if is_depthwise else p.shape[-2:]
                 copies = count * p.active_share
                 matrices[name] = Matrix(name, (rows, columns), copies, count, p.num_elements, p.trainable, num_bytes)
             elif len(p.shape) == 1 and p.name.endswith("weight"):

@@ -100,16 +100,17 @@ def memory_per_rank(
     memories = stage_memories(costs, plan)
     result = state_per_rank(plan, memories)
     last = _last_slices(plan, memories)
-    live, transient = dict.fromkeys(result, 0.0), dict.fromkeys(result, 0.0)
+    live, transient, host = (dict.fromkeys(result, 0.0) for _ in range(3))
     for key, use in stage_uses(costs, plan, step, sizes, memories).items():
         count = in_flight.get(key, 0.0)
         more = use.put_off * (max(count, (held or {}).get(key, count)) - count)
         for rank in plan.stage(*key).all_ranks:
             live[rank] += use.fixed + max(use.per_microbatch, use.put_off) * count + more
             transient[rank] = max(transient[rank], use.running)
+            host[rank] += use.moved * count
     # where they are more, the summed slices of gradients under ZeRO take the place of activations
     beside = {rank: max(live[rank] + transient[rank], last.get(rank, 0.0)) for rank in result}
-    return {rank: state + RankMemory(activations=beside[rank]) for rank, state in result.items()}
+    return {rank: own + RankMemory(activations=beside[rank], host=host[rank]) for rank, own in result.items()}
 
 
 class StageUse(NamedTuple):
@@ -119,6 +120,7 @@ class StageUse(NamedTuple):
     per_microbatch: float  # most of a microbatch in flight
     running: float  # transient ones of a task
     put_off: float  # most of a microbatch that stay for weight gradients
+    moved: float  # most of a microbatch in host memory
 
 
 def stage_uses(
@@ -149,8 +151,8 @@ def stage_uses(
 
 
 def _uses_of(memory: StageMemory, table: ChunkTable, sizes: NDArray, num_replicas: int) -> NDArray:
-    """The columns of [`StageUse`] `[4, replicas]`, without features."""
-    result = np.zeros((4, num_replicas))
+    """The columns of [`StageUse`] `[5, replicas]`, without features."""
+    result = np.zeros((5, num_replicas))
     result[0] = memory.kept_bytes
     if len(sizes):
         chunks = np.flatnonzero(np.diff(table.replica, prepend=-1))  # the first of each replica
@@ -162,6 +164,7 @@ def _uses_of(memory: StageMemory, table: ChunkTable, sizes: NDArray, num_replica
         result[1, replicas] = np.maximum.reduceat(memory.saved_bytes(microbatches), starts)
         result[2, replicas] = memory.most_running_bytes(sizes, chunks)
         result[3, replicas] = np.maximum.reduceat(memory.put_off_bytes(microbatches), starts)
+        result[4, replicas] = np.maximum.reduceat(memory.moved_bytes(microbatches), starts)
     return result
 
 

@@ -66,7 +66,7 @@ class RankMemory:
     # of the microbatches in flight, transient memory of the running one, and the inputs of the step
     activations: float = 0.0
     master: float = 0.0  # part of `optimizer`: master weights
-    host: float = 0.0  # in host memory and in no other number: offloaded optimizer state and weights
+    host: float = 0.0  # in host memory and in no other number: offloaded optimizer state, weights and activations
 
     @property
     def total(self) -> float:
@@ -123,6 +123,7 @@ class StageMemory:
     frees_features: bool  # whether it ends an encoder without a backward, whose features are freed once they are sent
     # (entries, 3) bytes that stay for weight gradients that are put off; zeros if none are
     put_off: NDArray
+    moved: NDArray  # (3,) bytes that a chunk has in host memory between its forward and its backward
     max_tokens: float = np.inf  # of a chunk on one cp rank; for a longer one it is `longer`, whose loss is in chunks
     longer: StageMemory | None = None
 
@@ -145,6 +146,10 @@ class StageMemory:
     def put_off_bytes(self, chunks: NDArray) -> NDArray:
         """Bytes `[...]` of chunks `[..., 3]` that stay from the gradients of inputs to those of weights."""
         return weighted_sum(self._scaled(chunks), self.put_off.sum(axis=0))
+
+    def moved_bytes(self, chunks: NDArray) -> NDArray:
+        """Bytes `[...]` of chunks `[..., 3]` in host memory between their forward and their backward."""
+        return weighted_sum(self._scaled(chunks), self.moved)
 
     def most_running_bytes(self, chunks: NDArray, starts: Sequence[int] | NDArray = (0,)) -> NDArray:
         """
@@ -195,11 +200,12 @@ class _ModuleMemory:
     saved: NDArray
     forward: NDArray
     backward: NDArray
+    moved: NDArray  # of `saved`, what is in host memory in its place
     needed: tuple[bool, ...]  # whether the input of each entry needs a gradient, and last whether the output does
 
 
 @lru_cache(maxsize=1024)
-def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> _ModuleMemory:
+def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: bool, offloads: bool) -> _ModuleMemory:
     module_spec = costs.spec.modules[module]
     needed = data_gradients(costs.spec)[module]
     trained = [
@@ -219,7 +225,16 @@ def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: b
         else:
             entries.append((saved, Polynomial(), Polynomial()))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
-    return _ModuleMemory(_array(put_off), saved, forward, backward, (*needed, needed[-1] or trained[-1]))
+    moved = np.zeros_like(saved)
+    if offloads:  # while one layer computes, another one's travels
+        moved[1:-1] = saved[1:-1]
+        forward, backward, saved = np.maximum(forward, moved) + moved, backward + 2 * moved, saved - moved
+    return _ModuleMemory(_array(put_off), saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
+
+
+def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> NDArray:
+    """(num_layers, 3) bytes that layers save which are in host memory: per squared token, per token, constant."""
+    return _module_memory(costs, module, tp_size, checkpointing, offloads=True).moved[1:-1]
 
 
 _Entry = tuple[Polynomial, Polynomial, Polynomial]
@@ -359,7 +374,7 @@ def _stage_memory(
 ) -> StageMemory:
     """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
-    entries = _module_memory(costs, module, tp_size, checkpointing)
+    entries = _module_memory(costs, module, tp_size, checkpointing, storage.offload_activations)
     if not layers[0] and module_spec.row_shares(tp_size) > 1 and entries.needed[1]:
         saved = entries.saved.copy()
         saved[1] += _array([_hidden(costs, module_spec)])[0]  # all rows, from which the first layer takes its share
@@ -406,6 +421,7 @@ def _stage_memory(
         float(weights.gathered[~is_layer].sum() if shards.reshards else weights.gathered.sum()),
         module_spec.is_encoder and layers[1] == module_spec.num_layers and not entries.needed[-1],
         np.concatenate([splits_backward * entries.put_off[rows], np.zeros((1, 3))]),
+        entries.moved[rows].sum(axis=0),
     )
     if not has_logits:
         return result

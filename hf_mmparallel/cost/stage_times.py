@@ -19,6 +19,7 @@ from .activations import LayerShape, Matrix
 from .analytic import ATTENTION_BACKWARD, active_elements, layer_flops
 from .layers import CostModel, LayerCost, Polynomial, data_gradients
 from .sharded_passes import PassTransfers, TimedTransfer, longer_ms, transfers_in_passes
+from .stage_memory import moved_bytes
 
 # Under context parallelism, transfers of keys and values in each part of the work, relative to a forward (for input
 # gradients they are gathered again, and their gradients are reduced), and the attention that hides them.
@@ -360,14 +361,33 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
                 shared[name, index] = transfers_in_passes(costs, plan, name, index)
             transfers = shared[name, index]
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
+            moves = module.storage.offload_activations
             kind = (name, stage.layers, stage.tp_size, link, first_rank, waits_ms, transfers)
             if kind not in known:
                 table = layer_table(costs, name, stage.tp_size, module.activation_checkpointing, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table, waits_ms)
+                if moves:
+                    moved = moved_bytes(costs, name, stage.tp_size, module.activation_checkpointing)
+                    known[kind] = _with_moves(costs, known[kind], stage, table, moved)
                 if transfers is not None:
                     known[kind] = _with_transfers(known[kind], stage, table, transfers)
             result[name, replica, index] = known[kind]
     return result
+
+
+def _with_moves(costs: CostModel, cost: StageCost, stage: Stage, table: LayerTable, moved: NDArray) -> StageCost:
+    """The cost of a stage whose layers' activations `[num_layers, 3]` are in host memory between its passes."""
+    link = costs.device.host_link_bytes_per_ms
+    if link is None:
+        return cost
+    own, rows = moved[slice(*stage.layers)] / link, slice(1 + stage.layers[0], 1 + stage.layers[1])
+    work = dict(cost.work)
+    parts: tuple[tuple[Work, NDArray], ...] = (("forward", table.forward), ("inputs", table.backward))
+    for part, computed in parts:
+        # those of a layer travel while another one computes; those of the last layer, while none does
+        exposed = np.maximum(own - computed[rows], 0.0).sum(axis=0) + own[-1]
+        work[part] += Polynomial(*exposed.tolist()).over(stage.cp_size)
+    return replace(cost, work=work)
 
 
 def _with_transfers(cost: StageCost, stage: Stage, table: LayerTable, transfers: PassTransfers) -> StageCost:
@@ -399,14 +419,22 @@ def _stage_cost(
         cost = replace(cost, work={**cost.work, **{part: cost.work[part] + waits for part in ("forward", "inputs")}})
     if cp_size == 1 or module != LANGUAGE_MODEL:  # the cp ranks of an encoder have whole images
         return cost
+    layers, link = range(*stage.layers), costs.device.link_bytes_per_ms(stage.cp_groups[0])
+    attending = [layer for layer in layers if module_spec.attends(layer)]
+    received_ms = costs.value_bytes * (cp_size - 1) / cp_size / link  # of a value of each token from other ranks
     width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
-    received = costs.value_bytes * width * (cp_size - 1) / cp_size
-    gather_ms = received / costs.device.link_bytes_per_ms(stage.cp_groups[0])
-    squares = sum(table.forward[1 + layer, 0] for layer in range(*stage.layers)) / cp_size
+    # the tokens of a rank go to those of their samples and back
+    moved_ms = 2 * module_spec.hidden_size * received_ms / cp_size * sum(map(module_spec.carries_state, layers))
+    moved: dict[Work, Polynomial] = {
+        part: cost.work[part] + Polynomial(token=moved_ms)
+        for part in ("forward", "inputs", "again")
+        if part == "forward" or cost.work[part] != Polynomial()
+    }
     return replace(
         cost,
-        gather_token_ms=stage.num_layers * gather_ms,
-        gather_square_ms=squares,
+        work={**cost.work, **moved},
+        gather_token_ms=len(attending) * width * received_ms,
+        gather_square_ms=sum(table.forward[1 + layer, 0] for layer in attending) / cp_size,
     )
 
 
@@ -462,11 +490,12 @@ def _training_flops(model: _Same, module: str) -> tuple[float, float]:
 def attended_squares(module_spec: ModuleSpec, tokens: ArrayLike, squares: ArrayLike) -> NDArray:
     """Squared lengths of samples averaged over a module's layers, of those with a window only what is inside."""
     tokens, squares = np.asarray(tokens, float), np.asarray(squares, float)
-    if not module_spec.windows:
+    windows = module_spec.needed_windows
+    if not windows:
         return squares
     is_causal = module_spec.name == LANGUAGE_MODEL
     # whether or not the kernel skips the rest
-    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in module_spec.windows)
+    layers = (windowed_squares(tokens, squares, size, is_causal) if size else squares for size in windows)
     return np.mean(np.stack(list(layers)), axis=0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -82,6 +82,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 T = TypeVar("T")
+_TARGETS = ("labels", "shift_labels")
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,11 @@ class StepBatch(StepData):
             global_batch=global_batch or GlobalBatch(data.step.samples, data.step.epoch),
             **known,
         )
+
+    def forwards(self) -> StepBatch:
+        """The same without targets and backwards."""
+        batches = {key: {k: v for k, v in inputs.items() if k not in _TARGETS} for key, inputs in self.batches.items()}
+        return replace(self, batches=batches, program=self.program.forwards())
 
     @property
     def bad(self) -> Mapping[int, BadSample]:

@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
+from .bitfield_attention.context_parallel import SequenceShard
 from .bitfield_attention.words import decode_words
 
 _MASKS: Mapping[str, Any] = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
@@ -51,14 +52,10 @@ def start_anew_at_samples(model: nn.Module) -> None:
     Raises:
         `ValueError`: For a recurrent layer in which nothing that carries a state is found.
     """
-    found = [(layer, kind, list(_mixers(layer))) for layer, kind in _layers(model)]
-    for layer, kind, mixers in found:
-        if not mixers and kind in RECURRENT_LAYERS and not getattr(layer, "is_identity_layer", False):
-            raise ValueError(
-                f"`{type(layer).__name__}` is a layer of type {kind!r}, but no module of it takes a cache: what "
-                "carries a state from token to token is unknown. Train it on padded batches, without packing."
-            )
-    for layer, _, mixers in found:
+    check_mixers(model)
+    for layer, _, mixers in recurrent_mixers(model):
+        if starts_anew(layer):
+            continue
         if mixers:
             layer.register_forward_pre_hook(_mask_by_samples, with_kwargs=True)
         for mixer in mixers:
@@ -67,33 +64,47 @@ def start_anew_at_samples(model: nn.Module) -> None:
             module.__dict__[_READY] = True
 
 
+def recurrent_mixers(model: nn.Module) -> list[tuple[nn.Module, str, list[nn.Module]]]:
+    """The layers of a model with recurrent ones among them, the type of each, and what carries a state in it."""
+    return [(layer, kind, list(_mixers(layer))) for layer, kind in _layers(model)]
+
+
+def check_mixers(model: nn.Module) -> None:
+    """Raises `ValueError` for a recurrent layer of a model in which nothing that carries a state is found."""
+    for layer, kind, mixers in recurrent_mixers(model):
+        if not mixers and kind in RECURRENT_LAYERS and not getattr(layer, "is_identity_layer", False):
+            raise ValueError(
+                f"`{type(layer).__name__}` is a layer of type {kind!r}, but no module of it takes a cache: what "
+                "carries a state from token to token is unknown. Train it on padded batches, without packing."
+            )
+
+
 def starts_anew(module: nn.Module) -> bool:
     """Whether the recurrent layers around an attention layer start anew at each sample."""
     return module.__dict__.get(_READY, False)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The layers of a model with recurrent ones among them that are not prepared yet, and the type of each."""
+    """The layers of a model with recurrent ones among them, and the type of each."""
     for module in model.modules():
         config = getattr(module, "config", None)
         for child in module.children() if recurrent_kinds(config) else ():
-            is_stack = isinstance(child, nn.ModuleList) and len(child) == len(config.layer_types)
-            if is_stack and not any(map(starts_anew, child)):
+            if isinstance(child, nn.ModuleList) and len(child) == len(config.layer_types):
                 yield from zip(child, config.layer_types, strict=True)
 
 
 def _mixers(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules in a layer that carry a state: they take a cache, and attend to nothing."""
     for child in module.children():
-        takes_cache = not _CACHES.isdisjoint(inspect.signature(child.forward).parameters)
+        takes_cache = not _CACHES.isdisjoint(inspect.signature(type(child).forward).parameters)
         is_layer = hasattr(child, "gradient_checkpointing")
-        if takes_cache and not is_layer and not _attends(child):
+        if takes_cache and not is_layer and not attends(child):
             yield child
         else:
             yield from _mixers(child)
 
 
-def _attends(module: nn.Module) -> bool:
+def attends(module: nn.Module) -> bool:
     """Whether a module calls an attention function of transformers, itself or in a part."""
     return any(_calls_attention(type(part)) for part in module.modules())
 
@@ -108,6 +119,8 @@ def _calls_attention(kind: type[nn.Module]) -> bool:
 
 class _Samples(list[int]):
     """The lengths of the samples of all rows, in place of a mask of padding."""
+
+    shard: SequenceShard | None = None  # of a row whose tokens are on several ranks
 
 
 def _mask_by_samples(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
@@ -124,7 +137,7 @@ def _mask_by_samples(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
             f"`{type(layer).__name__}` gets no mask of padding, in place of which it could be told of the samples of "
             "a row. Train it on padded batches, without packing."
         )
-    return args, {**kwargs, **dict.fromkeys(masks, _Samples(lengths))}
+    return args, {**kwargs, **dict.fromkeys(masks, lengths)}
 
 
 def _may_be_padding(mask: Any) -> bool:
@@ -132,14 +145,14 @@ def _may_be_padding(mask: Any) -> bool:
     return mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
 
 
-def _sample_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
+def _sample_lengths(inputs: Mapping[str, Any]) -> _Samples | None:
     """The lengths of the samples of all rows, one after the other; `None` where nothing tells them."""
     words = inputs.get("attention_words")
     words = next(iter(words.values())) if isinstance(words, Mapping) else words
-    if words is not None and not isinstance(words, Tensor):
-        raise ValueError(
-            "Layers that carry a state along the row can't compute with the tokens of one rank. Use `cp_size=1`."
-        )
+    if isinstance(words, SequenceShard):
+        samples = _Samples()
+        samples.shard = words
+        return samples
     if words is not None:
         return _lengths_of_runs(words, lambda: decode_words(words).segment)
     seq_idx, bounds, positions = (inputs.get(name) for name in ("seq_idx", "cu_seq_lens_q", "position_ids"))
@@ -153,7 +166,7 @@ def _sample_lengths(inputs: Mapping[str, Any]) -> list[int] | None:
     return None
 
 
-def _lengths_of_runs(key: Tensor, samples: Callable[[], Tensor]) -> list[int]:
+def _lengths_of_runs(key: Tensor, samples: Callable[[], Tensor]) -> _Samples:
     """Lengths of the runs of equal numbers in each row of a tensor `[rows, length]`."""
 
     def of_runs() -> Tensor:
@@ -165,24 +178,33 @@ def _lengths_of_runs(key: Tensor, samples: Callable[[], Tensor]) -> list[int]:
     return _on_host(key, of_runs)
 
 
-def _on_host(key: Tensor, lengths: Callable[[], Tensor]) -> list[int]:
+def _on_host(key: Tensor, lengths: Callable[[], Tensor]) -> _Samples:
     """The lengths as numbers, read once for all layers that get the same tensor."""
     known = getattr(key, _LENGTHS, None)
     if known is None:
-        known = lengths().tolist()
+        known = _Samples(lengths().tolist())
         setattr(key, _LENGTHS, known)
     return known
 
 
 def _run_by_samples(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer for the samples of its rows, as batches padded at the end to the longest of each."""
-    lengths = kwargs.get("attention_mask")
-    if not isinstance(lengths, _Samples):
+    """The forward of a mixer for the samples of its rows."""
+    samples = kwargs.get("attention_mask")
+    if not isinstance(samples, _Samples):
         return forward(*args, **kwargs)
-    hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-    shape = hidden.shape[:2]
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ROW}
     kwargs["attention_mask"] = None  # padding is a sample of its own
+    compute, shard = functools.partial(_in_batches, forward), samples.shard
+    if shard is None:
+        return compute(samples, (args, kwargs))
+    return shard.samples.compute(compute, (args, kwargs), shard.has_backward and torch.is_grad_enabled())
+
+
+def _in_batches(forward: Callable[..., Any], lengths: Sequence[int], values: tuple[tuple, dict[str, Any]]) -> Any:
+    """The forward of a mixer for samples of some lengths, as batches padded at the end to the longest of each."""
+    args, kwargs = values
+    hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
+    shape = hidden.shape[:2]
 
     def is_of_tokens(value: Any) -> bool:
         return isinstance(value, Tensor) and value.shape[:2] == shape

@@ -9,6 +9,7 @@ from .features import count_feature_tokens
 from .lazy_logits import whole_logits
 from .loss import accuracy_and_entropy, check_given_loss, given_loss, token_loss
 from .prepare import prepare_stages
+from .router_loss import check_router_loss
 from .spec import ModulePart, build_model_spec, module_parts
 from .stages import ModuleStage
 from .supported import check_causal, check_supported, unknown_layers_text
@@ -21,6 +22,7 @@ __all__ = [
     "build_model_spec",
     "check_causal",
     "check_given_loss",
+    "check_router_loss",
     "check_supported",
     "count_feature_tokens",
     "given_loss",

@@ -13,7 +13,7 @@ Axes: T tokens of this rank, R rows that it computes, P pairs, K experts of a to
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ..kernels.row_exchange import Layout, RowExchange, layout_of
+from ..world import run_collective
 from .dtensors import give_own_memory, local, whole_shape
-from .tp_collectives import Sum, SumGradients, run
+from .tp_collectives import Sum, SumGradients
 
 _MARK = "_is_expert_parallel"  # attribute of modules with `use_experts_implementation`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of tokens and weights, by their number
-_Layout = Sequence[tuple[int, torch.dtype]]  # width and dtype of tensors whose rows are sent together
 
 
 def experts_of(model: nn.Module) -> dict[str, Any]:
@@ -139,9 +140,9 @@ class SharedExperts:
         row_P, slot_P = ((index_RK >= 0) & (index_RK < self._experts.num_experts)).nonzero(as_tuple=True)
         hidden_PD, index_P1 = hidden_RD[row_P], index_RK[row_P, slot_P, None]
         weights_P1 = weights_RK[row_P, slot_P, None]
-        if not len(row_P):  # weights have gradients of zeros, as those of experts without tokens do
+        if not len(row_P):  # all have gradients of zeros, so that this rank takes part in the sums of those of others
             hidden_PD = hidden_RD.sum(0, keepdim=True)
-            index_P1, weights_P1 = index_P1.new_zeros(1, 1), weights_P1.new_zeros(1, 1)
+            index_P1, weights_P1 = index_P1.new_zeros(1, 1), weights_P1.sum().view(1, 1)
         with self._own_weights():
             added_PD = self._forward(hidden_PD, index_P1, weights_P1)[: len(row_P)]
         return _sum_by_row(added_PD, row_P, len(hidden_RD)).to(hidden_RD.dtype)
@@ -153,12 +154,12 @@ class SharedExperts:
         rows = torch.arange(num_rows, device=index_TK.device) * self._tp_size + self._tp_rank
         is_sent = (owner_TK[None] == rows[:, None, None]).any(-1)
         token = is_sent.nonzero()[:, 1]  # by row
-        layout = _layout_of((hidden_TD, index_TK, weights_TK))
+        layout = layout_of((hidden_TD, index_TK, weights_TK))
         sent, received, layout_R = _agree(is_sent.sum(1), layout, group)
         tensors = [tensor[token] for tensor in (hidden_TD, index_TK, weights_TK)]
-        arrived = _Exchange.apply(self._anchor, group, sent, received, layout_R, *tensors)
+        arrived = RowExchange.apply(self._anchor, group, sent, received, layout_R, *tensors)
         added_RD = self._add_up(*arrived)  # type: ignore[misc]
-        (added,) = _Exchange.apply(None, group, received, sent, layout[:1], added_RD)  # type: ignore[misc]
+        (added,) = RowExchange.apply(None, group, received, sent, layout[:1], added_RD)  # type: ignore[misc]
         return _sum_by_row(added, token, len(hidden_TD)).to(hidden_TD.dtype)
 
     @contextmanager
@@ -206,14 +207,7 @@ def load_excess(counts: Tensor) -> float | None:
     return float((counts.amax(1) / counts.mean(1)).mean() - 1) if len(counts) else None
 
 
-# Rows of several tensors travel as the bytes of one.
-
-
-def _layout_of(tensors: Sequence[Tensor]) -> _Layout:
-    return [(tensor.shape[1], tensor.dtype) for tensor in tensors]
-
-
-def _agree(counts: Tensor, layout: _Layout, group: Any) -> tuple[list[int], list[int], _Layout]:
+def _agree(counts: Tensor, layout: Layout, group: Any) -> tuple[list[int], list[int], Layout]:
     """
     Returns the numbers of rows that this rank sends to each and receives, and their layout: a rank without tokens
     knows neither how many experts a token has nor the dtypes.
@@ -222,55 +216,8 @@ def _agree(counts: Tensor, layout: _Layout, group: Any) -> tuple[list[int], list
     kinds = counts.new_tensor([num_experts, _DTYPES.index(dtype), _DTYPES.index(weight_dtype)])
     told = torch.cat([counts[:, None], kinds.expand(len(counts), -1)], dim=1)
     heard = torch.empty_like(told)
-    run(dist.all_to_all_single, heard, told, group=group)
+    run_collective(dist.all_to_all_single, heard, told, group=group)
     received = heard.tolist()
     _, num_experts, number, weight_number = max(received, key=lambda row: row[0] > 0)
     known = [(width, _DTYPES[number]), (num_experts, index_dtype), (num_experts, _DTYPES[weight_number])]
     return counts.tolist(), [row[0] for row in received], known
-
-
-def _transfer(
-    tensors: Sequence[Tensor], sent: list[int], received: list[int], layout: _Layout, group: Any
-) -> list[Tensor]:
-    """Sends rows to the ranks of a group, and returns those that they have sent."""
-    packed = torch.cat([tensor.contiguous().view(torch.uint8) for tensor in tensors], dim=1)
-    widths = [width * dtype.itemsize for width, dtype in layout]
-    arrived = packed.new_empty(sum(received), sum(widths))
-
-    def exchange(output: Tensor, input: Tensor, group: Any) -> None:
-        dist.all_to_all_single(output, input, received, sent, group=group)
-
-    run(exchange, arrived, packed, group=group)
-    pieces = arrived.split(widths, dim=1)
-    return [piece.contiguous().view(dtype) for piece, (_, dtype) in zip(pieces, layout, strict=True)]
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows of tensors to ranks of a group; their gradients take the way back."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        anchor: Tensor | None,
-        group: Any,
-        sent: list[int],
-        received: list[int],
-        layout: _Layout,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.back = group, received, sent
-        ctx.is_float = [tensor.is_floating_point() for tensor in tensors]
-        ctx.layout = [own for own, is_float in zip(_layout_of(tensors), ctx.is_float, strict=True) if is_float]
-        # A recomputed forward goes on as long as something is saved in it: all ranks send, or none.
-        ctx.save_for_backward(tensors[0].new_empty(0))
-        arrived = _transfer(tensors, sent, received, layout, group)
-        ctx.mark_non_differentiable(*(tensor for tensor in arrived if not tensor.is_floating_point()))
-        return tuple(arrived)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors  # recomputes the forward first
-        group, sent, received = ctx.back
-        of_floats = [gradient for gradient, is_float in zip(gradients, ctx.is_float, strict=True) if is_float]
-        returned = iter(_transfer(of_floats, sent, received, ctx.layout, group))
-        return (None,) * 5 + tuple(next(returned) if is_float else None for is_float in ctx.is_float)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -14,10 +14,23 @@ FEATURE_SELECTIONS = ("full", "default", "pooled")
 PROJECTOR_TYPES = ("linear", "mlp", "custom")
 
 
+class _Settings:
+    """Settings that a configuration holds as plain data."""
+
+    table: ClassVar[str]  # the argument that has them, by module
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Reads settings from plain data. Raises `ValueError` for an unknown key, with the most similar one."""
+        reject_unknown_keys(f"`{cls.table}`", list(values), [f.name for f in fields(cls)])  # type: ignore[arg-type]
+        return cls(**values)
+
+
 @dataclass(frozen=True)
-class EncoderSettings:
+class EncoderSettings(_Settings):
     """Settings of one encoder: its placeholder token, features, projector and inputs."""
 
+    table = "encoder_settings"
     token_id: int  # placeholder in `input_ids` that a feature token replaces
     model_class: str = ""  # class name of the encoder; empty for the class that `AutoModel` picks
     projector: Literal["linear", "mlp", "custom"] = "mlp"  # `"custom"` is a module of the user
@@ -47,17 +60,12 @@ class EncoderSettings:
                 "encoder's pooled output. Drop one of them."
             )
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> EncoderSettings:
-        """Reads settings from plain data. Raises `ValueError` for an unknown key, with the most similar one."""
-        reject_unknown_keys("`encoder_settings`", list(values), [f.name for f in fields(cls)])
-        return cls(**values)
-
 
 @dataclass(frozen=True)
-class GeneratorSettings:
+class GeneratorSettings(_Settings):
     """Settings of one generator: its placeholder token, the hidden states that it reads, and its loss."""
 
+    table = "generator_settings"
     token_id: int  # placeholder in `input_ids` whose hidden state it reads
     num_tokens: int = 1  # placeholders of one item, such as an image
     model_class: str = ""  # class name of a diffusion model
@@ -78,12 +86,6 @@ class GeneratorSettings:
                 f"`num_tokens={self.num_tokens}` and `num_codebooks={self.num_codebooks}` of a generator count what "
                 "each item has. Use 1 or more."
             )
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GeneratorSettings:
-        """Reads settings from plain data. Raises `ValueError` for an unknown key, with the most similar one."""
-        reject_unknown_keys("`generator_settings`", list(values), [f.name for f in fields(cls)])
-        return cls(**values)
 
 
 @dataclass

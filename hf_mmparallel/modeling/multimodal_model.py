@@ -261,15 +261,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             losses["language_model"] = self.loss_function(
                 logits=logits, labels=labels, vocab_size=vocab_size, **loss_kwargs
             )
-        if generated and num_generator_targets is None and loss_kwargs.get("num_items_in_batch") is not None:
-            own = num_target_tokens({"labels": labels, **loss_kwargs})
-            if int(loss_kwargs["num_items_in_batch"]) != own:
-                raise ValueError(
-                    f"`num_items_in_batch` says that batches with {int(loss_kwargs['num_items_in_batch'])} target "
-                    f"tokens are added, of which this one has {own}, but not how many targets generators have there. "
-                    "Give `num_generator_targets`, as `MultimodalParallelTrainer` does, or train without gradient "
-                    "accumulation."
-                )
+        if generated and num_generator_targets is None:
+            _check_no_accumulation(labels, loss_kwargs)
         for name in generated:
             losses[name] = self._generator_loss(name, rows[name], targets[name], num_generator_targets)
         weights = {name: self.generators[name].settings.loss_weight for name in generated}
@@ -347,6 +340,18 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             )
         repeated = [part for part in features.split(counts) for _ in range(expand_size)]
         return BaseModelOutputWithPooling(pooler_output=torch.cat(repeated))
+
+
+def _check_no_accumulation(labels: Any, loss_kwargs: Mapping[str, Any]) -> None:
+    """Refuses losses of generators in a batch that is one of several, of which only target tokens are counted."""
+    total = loss_kwargs.get("num_items_in_batch")
+    own = None if total is None else num_target_tokens({"labels": labels, **loss_kwargs})
+    if total is not None and int(total) != own:
+        raise ValueError(
+            f"`num_items_in_batch` says that batches with {int(total)} target tokens are added, of which this one has "
+            f"{own}, but not how many targets generators have there. Give `num_generator_targets`, as "
+            "`MultimodalParallelTrainer` does, or train without gradient accumulation."
+        )
 
 
 AutoConfig.register(MultimodalConfig.model_type, MultimodalConfig)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
+from .offloaded_activations import OffloadedActivations
 from .spec import ModulePart, inside, layers_of, module_parts
 from .stages import ModuleStage
 from .unowned import drop_unowned_parameters, identity_layer, is_unowned
@@ -26,7 +26,7 @@ class Recomputation:
     """Settings of activation checkpointing."""
 
     every_n_layers: int = 1  # only layers whose index is divisible by it are recomputed
-    offload: bool = False  # keeps the saved inputs of layers in host memory
+    offload: bool = False  # of modules that do not say it: keeps the saved inputs of layers in host memory
     # further arguments of `torch.utils.checkpoint.checkpoint`
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -49,15 +49,7 @@ class Recomputation:
     @property
     def function(self) -> Callable:
         """Returns the function that runs a layer."""
-        run = partial(checkpoint, **{"use_reentrant": False, **self.options})
-        return partial(_offloaded, run) if self.offload else run
-
-
-def _offloaded(run: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Runs a layer with its saved inputs in host memory, pinned if there is an accelerator."""
-    device = torch.accelerator.current_accelerator(check_available=True)
-    with save_on_cpu(pin_memory=device is not None, device_type="cpu" if device is None else device.type):
-        return run(function, *args, **kwargs)
+        return partial(checkpoint, **{"use_reentrant": False, **self.options})
 
 
 def inputs_require_gradients(model: nn.Module) -> bool:
@@ -124,6 +116,10 @@ def prepare_stages(
             _pass_unowned_parts(model.get_submodule(module.tower), layers)
         if keep and plan.modules[name].activation_checkpointing:
             enable_checkpointing(model, module.tower, module.stack, recomputation)
+    for (name, _, _), stage in owned.items():
+        if plan.modules[name].storage.offload_activations:
+            layers = layers_of(model, spec.modules[name].stack)
+            OffloadedActivations({index: layers[index] for index in range(*stage.layers)})
     return {key: ModuleStage(model, spec, key[0], stage.layers, parts) for key, stage in owned.items()}
 
 

@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
+from ..kernels.recurrent_layers import RECURRENT_LAYERS, attends, recurrent_mixers
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
+from ..plan.model_spec import LayerKind
 from .dtensors import whole_shape
 from .expert_parallel import experts_of
 from .features import feature_specs
@@ -245,10 +247,15 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     return with_tp_dims(model, ModelSpec(modules, _tied(model, locations), placeholders))
 
 
+def num_experts_of(config: Any) -> int:
+    """Returns the experts of a mixture in the configuration of a language model, 0 for none."""
+    return _setting(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
+
+
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
     """Returns active experts per token / number of experts for a parameter of experts, 1 for others."""
     config: Any = model.config.get_text_config()
-    num_experts = _setting(config, "num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = num_experts_of(config)
     num_active = _setting(config, "num_experts_per_tok", "moe_topk", "top_k_experts")
     is_expert = ".experts." in name and len(shape) > 1
     if not is_expert or not num_experts or not isinstance(num_active, int):
@@ -388,6 +395,7 @@ def _module_spec(
             _setting(config, "hidden_act", "hidden_activation", "activation_function")
         ),
         windows=attention_windows(config, len(layers)),
+        layer_kinds=layer_kinds(model, layers),
         hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
     )
 
@@ -408,6 +416,17 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
     kinds = _setting(config, "layer_types") or ["sliding_attention"] * num_layers
     windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     return windows if len(windows) == num_layers and any(windows) else ()
+
+
+def layer_kinds(model: nn.Module, layers: nn.ModuleList) -> tuple[LayerKind, ...]:
+    """Returns how the tokens of a sample reach each other in each layer; empty if all layers attend."""
+    carrying = {
+        id(layer) for layer, kind, mixers in recurrent_mixers(model) if mixers or kind in RECURRENT_LAYERS - {"hybrid"}
+    }
+    kinds: list[LayerKind] = []
+    for layer in layers:
+        kinds.append(("both" if attends(layer) else "state") if id(layer) in carrying else "attention")
+    return tuple(kinds) if set(kinds) != {"attention"} else ()
 
 
 def _hidden_shape(tower: nn.Module, first: nn.Module, hidden_size: int) -> tuple[int, ...]:

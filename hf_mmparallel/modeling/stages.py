@@ -658,6 +658,8 @@ class ModuleStage:
         if self.asks_own_loss and labels is not None and (labels[..., 1:] != IGNORE_INDEX).any():
             kwargs["labels"] = labels
             self._own_loss_labels = labels, "shift_labels" not in inputs
+        if "output_router_logits" in inspect.signature(self.model.forward).parameters:
+            kwargs["output_router_logits"] = False  # of this stage alone, see `RouterLoss`
         return {**kwargs, "use_cache": False, "return_dict": True}
 
     def _merge_outputs(

@@ -61,12 +61,14 @@ class StreamedLayers:
         self._ends_with_backward = False
         self.hold()
         self._running: int | None = None  # the layer in whose forward the host is
-        recomputed: Callable | None = None  # of all layers: those of one structure share their graphs
+        recomputed: dict[Callable, Callable] = {}  # layers of one structure share their graphs
         for index, layer in layers.items():
             layer.forward = self._streamed(index, layer, layer.forward)
             if (checkpoint := getattr(layer, "_gradient_checkpointing_func", None)) is not None:
-                recomputed = recomputed or self._recomputed(checkpoint)
-                layer.__dict__["_gradient_checkpointing_func"] = recomputed
+                recomputed[checkpoint] = recomputed.get(checkpoint) or self._recomputed(checkpoint)
+                layer.__dict__["_gradient_checkpointing_func"] = recomputed[checkpoint]
+            if (offloaded := getattr(layer, "offloaded_activations", None)) is not None:
+                offloaded.save_weight, offloaded.read_weight = self._pack, self._unpack
 
     @property
     def bytes_on_device(self) -> int:

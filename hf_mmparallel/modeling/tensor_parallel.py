@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -107,6 +109,41 @@ def _attention_plan(parent: nn.Module, tp_size: int) -> dict[str, str]:
     return {} if list(parent.parameters(recurse=False)) else plan
 
 
+def _works_by_columns(parent: nn.Module, styles: Mapping[str, str | None]) -> bool:
+    """
+    Returns whether the functions of a feed-forward layer between its matrices do not mix the columns that ranks share:
+    Gemma 3n keeps the largest by their mean and deviation. Tried on tiny matrices.
+    """
+    first = [name for name, style in styles.items() if style == "colwise"]
+    last = [name for name, style in styles.items() if style == "rowwise"]
+    others = {name: child for name, child in parent.named_children() if name not in (*first, *last)}
+    if not first or len(last) != 1 or any([*child.parameters()] for child in others.values()):
+        return True
+    line = functools.partial(torch.linspace, dtype=torch.float64, device="cpu")
+    width, columns = 4, 64
+
+    def reach_last(held: int) -> list[torch.Tensor]:
+        """What the last matrix gets of the first `held` columns."""
+        found: list[torch.Tensor] = []
+        tiny = copy.copy(parent)
+        tiny._modules = {name: copy.deepcopy(child).eval() for name, child in others.items()}
+        tiny.training = False
+        for place, name in enumerate(first):
+            tiny._modules[name] = linear = nn.Linear(width, held, bias=False, device="meta")
+            values = line(place, 1000 + place, columns * width).cos().view(columns, width)
+            linear.weight = nn.Parameter(values[:held], requires_grad=False)
+        tiny._modules[last[0]] = end = nn.Identity()
+        end.register_forward_pre_hook(lambda _, given: found.append(given[0]))
+        with contextlib.suppress(Exception):  # whatever a layer raises that isn't a feed-forward: attention
+            tiny.forward(line(-2, 2, 3 * width).sin().view(1, 3, width))
+        return found
+
+    whole, share = reach_last(columns), reach_last(columns // 2)
+    if not whole or not share or whole[0].shape[-1] != columns:
+        return True
+    return torch.allclose(whole[0][..., : columns // 2], share[0])
+
+
 def _localize_widths(attention: nn.Module, tp_size: int) -> None:
     """Turns the attributes that an attention forward reshapes with into those of one rank."""
     for name in _ATTENTION_WIDTHS:
@@ -141,8 +178,11 @@ def _generic_plan(
     """Maps the modules of a stack without a plan of its own to styles, and returns its cut attention layers."""
     plan: dict[str, str] = {}
     attentions = []
+    users = Counter(id(parameter) for _, parameter in stack.named_parameters(remove_duplicate=False))
     for name, module in stack.named_modules(prefix=prefix):
         if not any(f"{name}.{child}" in held for child, _ in module.named_children()):
+            continue
+        if any(users[id(parameter)] > 1 for parameter in module.parameters()):  # of layers that share theirs: Zamba
             continue
         attention = _attention_plan(module, tp_size)
         if attention:
@@ -247,11 +287,13 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
     result = _Styles()
     given = _model_plan(model, module, held, tp_size, result)
 
+    partial: set[str] = set()  # layers
+    uncut: set[str] = set()  # layers whose columns depend on each other
+
     def style_of(name: str) -> str | None:
         key = base_name(name)
-        return given.get(key, given.get(_with_wildcards(key)))
+        return None if key.rpartition(".")[0] in uncut else given.get(key, given.get(_with_wildcards(key)))
 
-    partial: set[str] = set()  # layers
     for name, layer in model.named_modules():
         style = style_of(name)
         own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
@@ -264,6 +306,9 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
                     result.plan |= dict.fromkeys((*sorted(of_adapter), adapter), adapter_style)
             continue
         children = {child: style_of(f"{name}.{child}") for child, _ in layer.named_children()}
+        if not _works_by_columns(layer, children):
+            uncut.add(base_name(name))
+            children = dict.fromkeys(children)
         partial.update(f"{name}.{child}" for child in _between(layer, children))
         if tp_size > 1 and names.intersection(own):
             _check_heads(layer, name, children, {p.rpartition(".")[2]: style_of(p) or style for p in own})

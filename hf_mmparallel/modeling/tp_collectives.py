@@ -12,20 +12,13 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
 
-from ..world import ACTIVITY
-
-
-def run(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup) -> None:
-    """Runs a collective, in which this rank waits for others."""
-    ACTIVITY.waits = True
-    collective(*tensors, group=group)
-    ACTIVITY.waits = False
+from ..world import run_collective
 
 
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the values of all ranks, by rank."""
     gathered = values.new_empty((group.size(), *values.shape))
-    run(dist.all_gather_single, gathered.view(-1), values.contiguous().view(-1), group=group)
+    run_collective(dist.all_gather_single, gathered.view(-1), values.contiguous().view(-1), group=group)
     return gathered
 
 
@@ -40,7 +33,7 @@ class SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         summed = gradient.contiguous()  # in place: nobody but the linear layer, which has just made it, knows it
-        run(dist.all_reduce, summed, group=ctx.group)
+        run_collective(dist.all_reduce, summed, group=ctx.group)
         return summed, None
 
 
@@ -50,7 +43,7 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(values)
-        run(dist.all_reduce, values, group=group)
+        run_collective(dist.all_reduce, values, group=group)
         return values
 
     @staticmethod
@@ -79,7 +72,7 @@ def _all_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int | None) ->
 def _sum_of_own_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     of_ranks = _by_rank(values, group.size())
     own = torch.empty_like(of_ranks[0])
-    run(dist.reduce_scatter_single, own.view(-1), of_ranks.view(-1), group=group)
+    run_collective(dist.reduce_scatter_single, own.view(-1), of_ranks.view(-1), group=group)
     return own
 
 
@@ -149,7 +142,7 @@ def sum_in_graph(values: Tensor, group_name: str) -> Tensor:
     """Sums over the ranks of a group; each has the gradient of the sum."""
     summed = values.clone(memory_format=torch.contiguous_format)
     group: Any = torch._C._distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    run(dist.all_reduce, summed, group=group)
+    run_collective(dist.all_reduce, summed, group=group)
     return summed
 
 

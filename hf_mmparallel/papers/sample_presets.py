@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._portable import exp
-from ..cost.image_tokens import ImageRule
+from ..cost.image_tokens import ImageRule, PatchGrid
 from ..plan import LANGUAGE_MODEL, SampleSizes
 
 PATCH_PIXELS, MERGE = 14, 2
@@ -59,6 +59,7 @@ class DrawnImages:
         return SampleSizes(
             {encoder: images.tokens, LANGUAGE_MODEL: tokens},
             {encoder: images.squares, LANGUAGE_MODEL: tokens.astype(float) ** 2},
+            in_windows=isinstance(rule, PatchGrid) and rule.window_tokens > 0,
         )
 
 

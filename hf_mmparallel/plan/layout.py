@@ -33,7 +33,7 @@ class ModuleLayout:
     tp_size: int = 1
     activation_checkpointing: bool = False  # recomputes activations
     sharding: ShardingSettings = ShardingSettings()  # what its copies divide among them
-    storage: StorageSettings = StorageSettings()  # precision and place of its optimizer and frozen weights
+    storage: StorageSettings = StorageSettings()  # precision, and what is in host memory
     context: ContextSettings = ContextSettings()  # how tokens are distributed over cp ranks
     vp_size: int = 1  # stages of each rank of a pipeline
     ep_size: int = 1  # ranks of its dp x cp x tp that share the experts of each layer

@@ -10,6 +10,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 LANGUAGE_MODEL = "language_model"
+LayerKind = Literal["attention", "state", "both"]
+# Tokens that a layer with a state computes together, as kernels of Gated DeltaNet and Mamba do: its work is about that
+# of attention with such a window.
+STATE_CHUNK = 64
 MAX_LOGITS = 2**27  # that a rank computes at once, half a GiB in float32
 
 
@@ -111,6 +115,8 @@ class ModuleSpec:
     activation_copies: int = 1
     # attention window of each layer in tokens, 0 for the whole sequence; empty if no layer has a window
     windows: tuple[int, ...] = ()
+    # how the tokens of a sample reach each other in each layer; empty if all layers attend
+    layer_kinds: tuple[LayerKind, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
@@ -131,8 +137,24 @@ class ModuleSpec:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
         return tp_size if self.sequence_parallel else 1
 
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return not self.layer_kinds or self.layer_kinds[layer] != "state"
+
+    def carries_state(self, layer: int) -> bool:
+        """Whether a layer carries a state or a convolution from token to token."""
+        return bool(self.layer_kinds) and self.layer_kinds[layer] != "attention"
+
+    @property
+    def needed_windows(self) -> tuple[int, ...]:
+        """Tokens that each one has to reach in each layer, 0 for the whole sequence; empty if all reach that."""
+        windows = self.windows or (0,) * self.num_layers if self.layer_kinds else self.windows
+        return tuple(own if self.attends(layer) else STATE_CHUNK for layer, own in enumerate(windows))
+
     def window(self, layer: int) -> int:
         """Attention window of a layer in tokens, 0 for the whole sequence."""
+        if not self.attends(layer):
+            return STATE_CHUNK
         # a language model's window only saves time if its attention function skips blocks outside of it
         skips = self.is_encoder or any(kind in self.attention for kind in ("bitfield", "flash", "flex"))
         return self.windows[layer] if self.windows and skips else 0

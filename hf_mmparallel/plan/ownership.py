@@ -117,11 +117,12 @@ def with_split_backwards(
 def _least_share(plan: ParallelPlan, name: str, spec: ModuleSpec, tied: Mapping[str, tuple[str, int]]) -> float:
     """The share of gradients that can be put off from which the stages of a module do so by default."""
     module = plan.modules[name]
-    # inputs of linear layers stay, where recomputation would free them; and whole gradients of other matrices, such as
-    # those of experts, where ZeRO would divide them at once
+    # inputs of linear layers stay, where recomputation or host memory would free them; and whole gradients of other
+    # matrices, such as those of experts, where ZeRO would divide them at once
     inside = [p for p in spec.parameters if p.trainable and len(p.shape) > 1 and 0 <= p.layer < spec.num_layers]
     divides = module.sharding.zero_stage >= 2 and not all(can_put_off(spec, tied, p, p.layer) for p in inside)
-    pays = plan.policy.splits_backward and not module.activation_checkpointing and not divides
+    frees = module.activation_checkpointing or module.storage.offload_activations
+    pays = plan.policy.splits_backward and not frees and not divides
     return MIN_WEIGHT_SHARE if pays else math.inf
 
 

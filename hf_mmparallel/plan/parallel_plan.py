@@ -44,12 +44,13 @@ class ShardingSettings:
 
 @dataclass(frozen=True)
 class StorageSettings:
-    """Precision and memory of a module's optimizer and frozen weights, `storage` in a plan file."""
+    """Precision and memory of a module's optimizer, frozen weights and activations, `storage` in a plan file."""
 
     # whether the optimizer updates float32 copies of trained 16-bit weights; `None`: it does
     master_weights: bool | None = None
     offload_optimizer: bool = False  # whether the optimizer's state and step are on the CPU
     offload_params: bool = False  # whether the frozen weights of layers are in host memory
+    offload_activations: bool = False  # whether what layers save for the backward is in host memory
 
     @property
     def has_master_weights(self) -> bool:
@@ -59,7 +60,12 @@ class StorageSettings:
     @property
     def needs_engine(self) -> bool:
         """Whether it asks for something that the stock Trainer does not have."""
-        return bool(self.master_weights) or self.offload_optimizer or self.offload_params
+        return bool(self.master_weights) or self.keeps_on_host
+
+    @property
+    def keeps_on_host(self) -> bool:
+        """Whether any of it is in host memory."""
+        return self.offload_optimizer or self.offload_params or self.offload_activations
 
 
 def layout_text(
@@ -74,6 +80,7 @@ def layout_text(
     words += ["weights kept"] * (not sharding.reshard_after_forward)
     words += ["optimizer on the CPU"] * storage.offload_optimizer
     words += ["frozen weights in host memory"] * storage.offload_params
+    words += ["activations in host memory"] * storage.offload_activations
     return ", ".join([*words, *["recomputed"] * is_recomputed])
 
 
@@ -139,7 +146,7 @@ class ModulePlan:
         activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
         context (`ContextSettings`, *optional*): How tokens are distributed over cp ranks, if `cp_size` is above 1.
         sharding (`ShardingSettings`, *optional*): What the copies divide among them.
-        storage (`StorageSettings`, *optional*): Precision and place of optimizer and frozen weights.
+        storage (`StorageSettings`, *optional*): Precision and place of optimizer, frozen weights and activations.
         ep_size (`int`, *optional*, defaults to 1): Ranks that share the experts of each layer, see [`ModulePlugin`].
     """
 

@@ -44,7 +44,7 @@ CHOSEN_BY_SEARCH = (
     *("cp_method", "cp_mode", "cp_block"),
 )
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
-STORAGE = ("master_weights", "offload_optimizer", "offload_params")
+STORAGE = ("master_weights", "offload_optimizer", "offload_params", "offload_activations")
 NOT_SEARCHED = ("deepspeed",)
 # settings that a finished plan contains; the others are written beside the plan
 HELD_BY_PLAN = (*SIZES, "ep_size", *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
@@ -115,6 +115,10 @@ class ModulePlugin:
             only. With `deepspeed` installed the step is that of `DeepSpeedCPUAdam`.
         offload_params (`bool`, *optional*, defaults to `False`):
             Whether the frozen weights of layers are in host memory and come to the device one layer ahead of use.
+        offload_activations (`bool`, *optional*, defaults to `False`):
+            Whether what the layers of this module save for the backward, with `activation_checkpointing` their inputs,
+            is in host memory until then. It travels beside the computation. `offload` of
+            `activation_checkpointing_kwargs` is the default of modules that recompute.
         learning_rate (`float`, *optional*):
             Learning rate of the module with its projector, at the top of the schedule, in place of that of the
             arguments; logged as `learning_rate/vision`.
@@ -158,6 +162,7 @@ class ModulePlugin:
     master_weights: bool | None = None
     offload_optimizer: bool = False
     offload_params: bool = False
+    offload_activations: bool = False
     learning_rate: float | None = None
     weight_decay: float | None = None
     deepspeed: str | dict[str, Any] | None = None
@@ -258,7 +263,7 @@ class ModulePlugin:
         if self.layers_per_stage is not None:
             for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
                 read_count(count, "An entry of `layers_per_stage`")
-        for name in ("activation_checkpointing", "offload_optimizer", "offload_params", "reshard_after_forward"):
+        for name in ("activation_checkpointing", "reshard_after_forward", *STORAGE[1:]):
             read_flag(getattr(self, name), f"`{name}`")
         for name in ("master_weights", "split_backward"):
             if getattr(self, name) is not None:
@@ -301,8 +306,8 @@ class ModulePlugin:
 
     @property
     def storage(self) -> StorageSettings:
-        """Precision and place of the module's optimizer and frozen weights."""
-        return StorageSettings(self.master_weights, self.offload_optimizer, self.offload_params)
+        """Precision of the module's optimizer, and what of the module is in host memory."""
+        return StorageSettings(**{key: getattr(self, key) for key in STORAGE})
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that were given explicitly or differ from their defaults, as plain data."""

@@ -20,6 +20,8 @@ class SampleSizes:
     squares: Mapping[str, np.ndarray]
     # whether sizes were measured; if not, all samples count the same, and any may have inputs for each module
     known: bool = True
+    # whether the squares of encoders are those of windows of their layers, and so don't tell how many images there are
+    in_windows: bool = False
 
     @property
     def num_samples(self) -> int:
@@ -28,18 +30,18 @@ class SampleSizes:
     def take(self, batch_indices: Sequence[int] | np.ndarray) -> SampleSizes:
         """Sizes of the samples at `batch_indices`, in that order."""
         chosen = np.asarray(batch_indices, dtype=np.int64)
-        return SampleSizes(
-            {name: values[chosen] for name, values in self.tokens.items()},
-            {name: values[chosen] for name, values in self.squares.items()},
-            self.known,
+        return replace(
+            self,
+            tokens={name: values[chosen] for name, values in self.tokens.items()},
+            squares={name: values[chosen] for name, values in self.squares.items()},
         )
 
     def like_the_mean(self, num_samples: int) -> SampleSizes:
         """`num_samples` samples of the mean size, whose token counts may be fractional."""
-        return SampleSizes(
-            {name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
-            {name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
-            self.known,
+        return replace(
+            self,
+            tokens={name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
+            squares={name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
         )
 
     @classmethod

@@ -131,7 +131,8 @@ class Samples:
             return SampleSizes.uniform({**tokens, **source.generator_tokens}, 1)
         sizes = self.measured
         generated = SampleSizes.uniform(source.generator_tokens, sizes.num_samples)
-        return SampleSizes({**sizes.tokens, **generated.tokens}, {**sizes.squares, **generated.squares})
+        tokens, squares = {**sizes.tokens, **generated.tokens}, {**sizes.squares, **generated.squares}
+        return replace(sizes, tokens=tokens, squares=squares)
 
 
 def read_samples(args: argparse.Namespace, source: ModelSource) -> Samples:

@@ -177,15 +177,9 @@ class ModuleOptions:
             for size in range(1, largest + 1)
             if self.allows("tp_size", size) and not any(count % size for count in counts)
         ]
-        if self.name == LANGUAGE_MODEL:
-            context = [
-                1 << power
-                for power in range(self.problem.num_ranks.bit_length())
-                if self.allows("cp_size", 1 << power)
-                and (not power or self.tokens >= _MIN_TOKENS_PER_CP_RANK << power)
-            ]
-        else:  # the images of an encoder are shared out where the user says so
-            context = [self.problem.fixed.get(self.name, {}).get("cp_size", 1)]
+        powers = [1 << power for power in range(self.problem.num_ranks.bit_length())]
+        context = [size for size in powers if self.allows("cp_size", size) and size <= self._max_context]
+        context = context or [self._given["cp_size"]]
         given = self.problem.checkpointing.get(self.name)
         checkpointing = (False, True) if given is None and self._has_backward else (bool(given),)
         return tuple(
@@ -197,6 +191,14 @@ class ModuleOptions:
             for recompute in checkpointing
             for sharding in self.shardings(tp)
         )
+
+    @property
+    def _max_context(self) -> float:
+        """The most cp ranks that a mean sample has work for: enough tokens each, or in an encoder whole images."""
+        if self.name == LANGUAGE_MODEL:
+            return max(self.tokens / _MIN_TOKENS_PER_CP_RANK, 1)
+        counts_images = self.module_spec.is_encoder and self.squares > 0 and not self.problem.sizes.in_windows
+        return max(self.tokens**2 / self.squares, 1) if counts_images else 1
 
     def expert_sizes(self, tp_size: int) -> list[int]:
         """Numbers of ranks that may share the experts of a layer, for some numbers of replicas and cp ranks."""

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
-from ..kernels.recurrent_layers import recurrent_kinds
+from ..kernels.recurrent_layers import attends, check_mixers, recurrent_mixers
 from ..modeling.prepare import earliest_selected_layer
 from ..modeling.tensor_parallel import with_tp_dims
 from ..plan import (
@@ -32,19 +32,16 @@ def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
     Raises `ValueError` for context parallelism of a language model with attention code of its own, or unknown masks.
     """
     tower = type(model.get_submodule(spec.modules[LANGUAGE_MODEL].tower))
-    if not getattr(tower, "_supports_attention_backend", False):
+    layers = recurrent_mixers(model)
+    has_own = not layers and not getattr(tower, "_supports_attention_backend", False)
+    if has_own or not all(mixers or attends(layer) for layer, _, mixers in layers):
         raise ValueError(
             f"`cp_size` above 1: the layers of `{tower.__name__}` have their own attention code, which sees the "
             "tokens of one rank only. Use `cp_size=1`."
         )
-    kinds = recurrent_kinds(model.config.get_text_config())
-    if kinds:
-        raise ValueError(
-            f"`cp_size` above 1: `{tower.__name__}` has layers of type {', '.join(map(repr, sorted(kinds)))}, whose "
-            "state goes from token to token of a row, of which each rank would have a part. Use `cp_size=1`."
-        )
     try:
         MaskRule(model)
+        check_mixers(model)
     except ValueError as error:
         raise ValueError(f"`cp_size` above 1 splits packed samples. {error} Use `cp_size=1`.") from error
 

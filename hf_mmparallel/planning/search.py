@@ -13,11 +13,13 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.layers import data_gradients
 from ..cost.sharded_passes import GATHERS_IN_PASSES
 from ..cost.step_planner import Prediction
 from ..plan import ModuleSpec
 from ..plan.methods import POLICIES
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
+from ..plan.plugin import STORAGE
 from .bounds import StepBounds
 from .candidates import CandidateSpace, EstimatedCandidate
 from .explain import bound_of, no_plan_error, reason_for
@@ -269,14 +271,16 @@ def _differs(problem: PlanningProblem, candidate: Candidate) -> bool:
 def offloading_problems(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     """
     The problem with what the user leaves open in host memory: frozen weights, which come back beside the computation,
-    then the optimizer, then both.
+    then the optimizer, then both; activations, then all of it.
     """
     if problem.memory_bytes is None or problem.host_bytes is None or not problem.offloads:
         return
     possible = {name: _possible(problem, name, module) for name, module in problem.spec.modules.items()}
-    for keys in (("offload_params",), ("offload_optimizer",), ("offload_params", "offload_optimizer")):
+    everything = tuple(key for key in STORAGE if any(key in own for own in possible.values()))
+    singly = (("offload_params",), ("offload_optimizer",), ("offload_params", "offload_optimizer"))
+    for keys in dict.fromkeys((*singly, ("offload_activations",), everything)):
         chosen = {name: [key for key in keys if key in own] for name, own in possible.items()}
-        if all(any(key in own for own in chosen.values()) for key in keys):
+        if keys and all(any(key in own for own in chosen.values()) for key in keys):
             added = {name: dict.fromkeys(own, True) for name, own in chosen.items()}
             fixed = {name: {**problem.fixed.get(name, {}), **own} for name, own in added.items()}
             yield replace(problem, fixed={name: own for name, own in fixed.items() if own})
@@ -292,6 +296,8 @@ def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[s
         result.append("offload_params")
     if any(p.trainable for p in module.parameters) and "offload_optimizer" not in given:
         result.append("offload_optimizer")
+    if "offload_activations" not in given and data_gradients(problem.spec)[name][-1]:
+        result.append("offload_activations")
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..cost.memory import state_per_rank
 from ..cost.sharded_passes import REDUCES_IN_PASSES
-from ..cost.stage_memory import stage_memories, stage_memory
+from ..cost.stage_memory import RankMemory, stage_memories, stage_memory
 from ..cost.step_planner import PlannedStep, Prediction, StepPlanner
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan, sync_groups
 from ..plan.methods import POLICIES
@@ -98,14 +98,20 @@ def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
 def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
     """Checks that each node has room for what is in host memory; on an unknown host only what the user asks for."""
     storages = {name: layout.storage for name, layout in candidate.layouts.items()}
-    if not any(own.offload_optimizer or own.offload_params for own in storages.values()):
+    if not any(own.keeps_on_host for own in storages.values()):
         return True
     if problem.host_bytes is None:
         return all(own == problem.storage_of(name) for name, own in storages.items())
-    plan, nodes = candidate.plan(problem.spec), defaultdict[int, float](float)
-    for rank, state in state_per_rank(plan, stage_memories(problem.costs, plan)).items():
-        nodes[rank // problem.costs.device.node_size] += state.host
-    return max(nodes.values()) <= problem.host_bytes
+    plan = candidate.plan(problem.spec)
+    return _has_room(problem, state_per_rank(plan, stage_memories(problem.costs, plan)))
+
+
+def _has_room(problem: PlanningProblem, memory: Mapping[int, RankMemory]) -> bool:
+    """Checks that each node has room for what its ranks have in host memory."""
+    nodes = defaultdict[int, float](float)
+    for rank, own in memory.items():
+        nodes[rank // problem.costs.device.node_size] += own.host
+    return problem.host_bytes is None or max(nodes.values()) <= problem.host_bytes
 
 
 def state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:
@@ -302,6 +308,8 @@ class Simulations:
         try:
             prediction = self.predict(candidate, batch, limit)
         except ValueError:  # its state leaves no memory for activations
+            return None
+        if not _has_room(self.problem, prediction.memory):
             return None
         if limit is None or prediction.peak_memory_bytes <= limit:
             return prediction

@@ -440,8 +440,13 @@ def boundaries_text(costs: CostModel, prediction: Prediction) -> str:
         parts = ["gradients back"] * bool(back.any())
         if costs.spec.modules[edge.source].is_encoder:
             num_bytes = float(sample_features(costs, prediction.sizes, edge.source).sum())
-            parts.insert(0, f"{num_bytes / 2**20:,.3g} MiB of features in a step")
-        parts.append(f"messages of up to {ms_text(timeline.durations.messages[there | back].max(initial=0.0))}")
+            tokens = max(float(prediction.sizes.tokens[LANGUAGE_MODEL].sum()), 1.0)
+            per_token = f"{num_bytes / tokens / 2**10:,.3g} KiB for each token of the language model"
+            parts.insert(0, f"{num_bytes / 2**20:,.3g} MiB of features in a step, {per_token}")
+        times_ms = timeline.durations.messages[there | back]
+        if len(times_ms):
+            parts.append(f"messages of {ms_text(times_ms.min())} to {ms_text(times_ms.max())}")
+            parts.append(f"{ms_text(times_ms.sum())} of them in all, of a step of {ms_text(prediction.step_ms)}")
         parts.append(f"{plural(plan.modules[edge.source].dp_size, 'replica')} to {plan.modules[edge.target].dp_size}")
         texts.append(f"{edge.source} to {edge.target}: {', '.join(parts)}")
     return "; ".join(texts) or "none: the model has one module"

@@ -8,7 +8,7 @@ import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.expert_parallel import ExpertLoad, load_excess, share_experts
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
+from ..modeling.router_loss import RouterLoss
 from ..modeling.sequence_parallel import keep_rows_split
 from ..modeling.stages import cast_values
 from ..modeling.streamed_layers import StreamedLayers
@@ -129,6 +130,8 @@ class ParallelEngine(nn.Module):
         self.num_signs = dict.fromkeys(SIGNS, 0)  # how many ranks have noticed it, after the last training step
         self.step_index = 0
         self._weighed = LossWeights()  # of the losses of the last training step
+        self._num_targets = 0  # of its language model, if they were counted
+        self._routed: Tensor | None = None  # where its tokens went, over all ranks
         self._token_sums = torch.zeros(3, dtype=torch.float64, device=self.device)  # of `accuracy_and_entropy`
         self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
@@ -198,6 +201,7 @@ class ParallelEngine(nn.Module):
             wanted = set(names)
             self.slices.take({name: p for name, p in self.model.named_parameters() if name in wanted})
         self._keep_rows_split()
+        self.router_loss = self._make_router_loss()
         self.expert_loads = dict(self._count_experts()) if self.options.compilation is None else {}
         if self.options.compilation is not None:
             compile_layers(layers, self.options.compilation)
@@ -240,6 +244,8 @@ class ParallelEngine(nn.Module):
             self._seed_task,
             self.options.forward_context,
             self.passes,
+            self.router_loss,
+            self._share_routes,
         )
         transport = DistributedTransport(self.world)
         self.executor = Executor(self.plan, self.spec, self.stages, transport, by_ranks, functions, self.device)
@@ -320,6 +326,18 @@ class ParallelEngine(nn.Module):
         share_experts(
             self.model, names, mesh, by_ranks.get(tp_group), by_ranks.get(row), lambda name: layers[name] >= first
         )
+
+    def _make_router_loss(self) -> RouterLoss | None:
+        """Makes the loss over the experts' load that the model's own loss contains."""
+        if self.options.loss_function is not None or self.options.label_smoothing:
+            return None
+        layers = (layer for stage in self.stages.values() for layer in stage.own_layers.values())
+        return RouterLoss.of_model(self.model, layers, self.device)
+
+    @property
+    def balances_experts(self) -> bool:
+        """Whether a loss over the experts' load counts."""
+        return self.router_loss is not None and self.router_loss.coefficient != 0
 
     def _count_experts(self) -> Iterator[tuple[StageKey, ExpertLoad]]:
         """Counts, on the first rank of each tp group, where the tokens of the stages with experts go."""
@@ -461,10 +479,13 @@ class ParallelEngine(nn.Module):
         self._compare_steps(batch)
         self.model.train()
         accumulate_in_float32(self.trained)
-        if self._first_step is not None:
-            self._first_step.start()
-        self._weigh_losses(batch)
+        self._routed = None
+        routes_first = self._weigh_losses(batch)
         with self._own_randomness():
+            if routes_first:
+                self._run(batch.forwards(), self.planner)
+            if self._first_step is not None:
+                self._first_step.start()
             result = self._run(batch, self.planner)
         totals, num_unused = self._totals(result, batch)
         with track_activity("sums of gradients", waits=True):
@@ -487,19 +508,41 @@ class ParallelEngine(nn.Module):
         self.model.eval()
         return self._run(batch, None, on_logits)
 
-    def _weigh_losses(self, batch: StepBatch) -> None:
-        """Counts the targets of all losses of a step before it runs. Collective, if there are generators."""
-        if not self.spec.generators:
-            return
+    def _weigh_losses(self, batch: StepBatch) -> bool:
+        """
+        Counts the targets of all losses of a step before it runs; returns whether its forwards have to run once more
+        before it, for a loss over where the tokens of the whole batch go. Collective, if the model has such losses.
+        """
+        if not self.spec.generators and not self.balances_experts:
+            return False
         names = (LANGUAGE_MODEL, *self.spec.generators)
-        numbers = torch.zeros(len(names), dtype=torch.int64)
+        numbers = torch.zeros(len(names) + 1, dtype=torch.int64)
         for (module, replica, *_), inputs in batch.batches.items():
             if module in names and self.plan.stage(module, replica, 0).all_ranks[0] == self.rank:
                 numbers[names.index(module)] += self.stages[module, replica, 0].num_targets(inputs)
-        counts = self.world.all_reduce(numbers, activity="counting targets").tolist()
-        weights = {name: part.generator.settings.loss_weight for name, part in self.parts.items() if part.generator}
-        self._weighed = LossWeights.of(dict(zip(names, counts, strict=True)), weights)
-        self.executor.functions.loss_factors.update(self._weighed.factors)
+        numbers[-1] = not batch.program.has_forwards_first(self.rank)
+        *counts, others = self.world.all_reduce(numbers, activity="counting targets").tolist()
+        self._num_targets = counts[0]
+        if self.spec.generators:
+            settings = {name: part.generator.settings for name, part in self.parts.items() if part.generator}
+            weights = {name: own.loss_weight for name, own in settings.items()}
+            self._weighed = LossWeights.of(dict(zip(names, counts, strict=True)), weights)
+            self.executor.functions.loss_factors.update(self._weighed.factors)
+        return self.balances_experts and others > 0
+
+    def _share_routes(self, result: StepResult) -> None:
+        """Adds up where the tokens of a training step go, once all its forwards have run. Collective."""
+        if (
+            self.router_loss is None
+            or not self.balances_experts
+            or self._routed is not None
+            or not self.model.training
+        ):
+            return
+        own = [sums for task, sums in result.routed.items() if self.leads_cp_rank(task)]
+        total = sum(own, self.router_loss.no_sums())
+        self._routed = self.world.all_reduce(total, activity="adding up where tokens go")
+        self.router_loss.weigh(self._routed, max(self._num_targets, 1))
 
     def _compare_steps(self, batch: StepBatch) -> None:
         """Raises on all ranks unless they are about to run the same step. Collective."""
@@ -565,6 +608,10 @@ class ParallelEngine(nn.Module):
         }
         noticed = {**self.signs, _UNUSED: self.gradient_sync.num_unused()}
         totals, self.num_signs = add_up(self.world, losses, replicas.values(), noticed, self._weighed)
+        if self.router_loss is not None and self._routed is not None:
+            own = self.router_loss.of(self._routed)
+            loss = totals.loss + self.router_loss.coefficient * own * max(totals.num_targets, 1)
+            totals = replace(totals, loss=loss, losses={**totals.losses, "router": own})
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:

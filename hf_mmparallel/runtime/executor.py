@@ -17,9 +17,11 @@ from .._device import clock_of, to_device
 from ..data.step_batch import StepData
 from ..modeling import whole_logits
 from ..modeling.host_values import KnownOnHost
-from ..plan import ModelSpec, ParallelPlan, StageKey
+from ..modeling.router_loss import RouterLoss
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
 from ..schedule.actions import Action, Message, Task
+from ..schedule.kinds import BACKWARD
 from ..world import ACTIVITY
 from .groups import channels_of
 from .joint_passes import TaskHooks
@@ -43,6 +45,9 @@ class StepFunctions:
     before_forward: Callable[[Task], None] = lambda task: None  # may seed the forward
     forward_context: Callable[[], AbstractContextManager] = nullcontext  # such as autocast
     passes: TaskHooks = field(default_factory=TaskHooks)  # gathers weights and sums gradients in tasks
+    routers: RouterLoss | None = None  # records where the tokens of the language model go
+    # called when this rank is about to run backwards, and at the end
+    before_backward: Callable[[StepResult], None] = lambda result: None
     # generator -> what its loss is multiplied with to count like the loss of a target token; set for each step
     loss_factors: dict[str, float] = field(default_factory=dict)
 
@@ -111,6 +116,8 @@ class Executor:
                     with self._reads_on_host():  # an encoder's forward says what comes
                         run.receive(action.message)
                 elif action.task is not None:
+                    if action.task.row.direction == BACKWARD:
+                        self.functions.before_backward(run.result)
                     passes.begin(action.task, run.has_nothing(action.task))
                     ACTIVITY.waits = True
                     run.result.arrivals += run.queues.wait(action.task, mark)
@@ -125,6 +132,7 @@ class Executor:
                 raise torch.OutOfMemoryError(out_of_memory(action, error)) from error
         ACTIVITY.now("the last sends", waits=True)
         run.queues.finish()
+        self.functions.before_backward(run.result)
         run.result.end()
         return run.result
 
@@ -218,8 +226,8 @@ class _Step:
         executor.functions.before_forward(task)
         stage = executor.stages[task.stage_key]
         batch = self.inputs.forward_batch(task, any(leaf.requires_grad for leaf in leaves.values()))
-        counted = counting_work(self.inputs, task, self.result.work)
-        with executor.functions.forward_context(), torch.set_grad_enabled(needs_graph), counted:
+        counted, routed = counting_work(self.inputs, task, self.result.work), self.recording_routes(task)
+        with executor.functions.forward_context(), torch.set_grad_enabled(needs_graph), counted, routed:
             hidden = received.pop(task.module, None)
             outputs = stage(batch, hidden, received, self.inputs.num_local_tokens(task))
             losses = []
@@ -236,6 +244,14 @@ class _Step:
             self.running[task.key] = _RunningTask(outputs, losses, leaves)
         if not needs_graph:
             self.inputs.release(task)
+
+    def recording_routes(self, task: Task) -> AbstractContextManager:
+        """Records where the routers of a forward of the language model send its tokens."""
+        routers = self.executor.functions.routers
+        if routers is None or not routers.coefficient or task.module != LANGUAGE_MODEL:
+            return nullcontext()
+        self.result.routed[task] = routers.no_sums()
+        return routers.recording(self.result.routed[task], self.inputs.is_real(task))
 
     def received_tensors(
         self, task: Task, needs_graph: bool

@@ -51,7 +51,7 @@ def available_bytes_per_rank(world: World) -> float:
 
 def check_host_memory(costs: CostModel, plan: ParallelPlan, world: World) -> None:
     """Raises `ValueError` on all ranks if a node lacks host memory for what a plan keeps there; collective then."""
-    if not any(m.storage.offload_optimizer or m.storage.offload_params for m in plan.modules.values()):
+    if not any(module.storage.keeps_on_host for module in plan.modules.values()):
         return
     needs = {rank: state.host for rank, state in state_per_rank(plan, stage_memories(costs, plan)).items()}
     nodes = world.all_gather((platform.node(), available_bytes()), "comparing host memory")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._device import to_device
 from ..data.context_tokens import WORDS, ChunkKey, ContextSharding
 from ..data.item_sharding import Sharding
 from ..data.step_batch import StepData
@@ -153,6 +154,19 @@ class StepInputs:
                 inputs[WORDS] = sharding.shard(cp_rank, self.groups[shared_by], self.device)
             self._on_device[task.key] = inputs
         return self._on_device[task.key]
+
+    def is_real(self, task: Task) -> Tensor | None:
+        """Returns which tokens of a task of the language model are no padding, float32 `[tokens]`, `None` for all."""
+        batch, sharding = self.whole_batch(task), self._sharding(task)
+        words = batch.get(WORDS)
+        mask = batch.get("attention_mask") if words is None else words != 0
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return None
+        real = (mask != 0).flatten().float()
+        if isinstance(sharding, ContextSharding):
+            tokens = sharding.order[self.cp_rank(task)]
+            real = real[tokens.clamp_min(0)] * (tokens >= 0)
+        return to_device(real, self.device)
 
     def release(self, task: Task) -> None:
         """Frees the inputs of a task on the device."""

@@ -84,7 +84,7 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> 
     if task.module != LANGUAGE_MODEL:
         return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
     if task.stage == 0 and inputs.rank == firsts[0]:
-        sums.add(*language_work(inputs.whole_batch(task), spec.windows))
+        sums.add(*language_work(inputs.whole_batch(task), spec.needed_windows))
     return nullcontext()
 
 
@@ -189,6 +189,7 @@ class StepResult:
     # forward of the last stage -> (sum over target tokens, number of target tokens)
     losses: dict[Task, tuple[Tensor, Tensor]] = field(default_factory=dict)
     token_metrics: dict[Task, Tensor] = field(default_factory=dict)  # other sums over target tokens, if asked for
+    routed: dict[Task, Tensor] = field(default_factory=dict)  # where routers sent the tokens of a forward
     work: dict[str, WorkSums] = field(default_factory=dict)
     marks: list[tuple[Task, Any, Any]] = field(default_factory=list)  # of the clock: each task's start and end
     arrivals: list[Arrival] = field(default_factory=list)

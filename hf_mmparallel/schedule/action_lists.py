@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from itertools import chain, dropwhile
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from .actions import Action, Task, TaskKey
 from .graph import TaskGraph, concatenate_ranges
-from .kinds import KINDS
+from .kinds import FORWARD, KINDS
 
 _KIND_NUMBERS = {word: number for number, word in enumerate(KINDS)}
 _TRANSFERS = {"send": 2, "recv": 3, "sync": 4}  # between the tasks of the first two kinds and those of others
@@ -196,6 +196,12 @@ def _mixed(values: NDArray) -> NDArray:
 # `Program`: the ordered actions of all ranks, with a text form.
 
 
+def _is_forward(action: Action) -> bool:
+    if action.task is not None:
+        return action.task.row.direction == FORWARD
+    return action.message is not None and action.message.kind == "act"
+
+
 @dataclass(frozen=True)
 class Program:
     """The ordered actions of every rank for one global batch."""
@@ -228,6 +234,16 @@ class Program:
     def has_backward(self, task: Task) -> bool:
         """Returns whether a chunk has a backward on its stage; if not, its forward needs no autograd graph."""
         return task.key in self.closed_keys
+
+    def forwards(self) -> Program:
+        """The same without backwards and what belongs to them, in the same order."""
+        return Program({rank: tuple(filter(_is_forward, actions)) for rank, actions in self.actions.items()})
+
+    def has_forwards_first(self, rank: int) -> bool:
+        """Returns whether a rank has nothing to do for forwards behind its first backward."""
+        actions = self.actions.get(rank, ())
+        behind = dropwhile(lambda action: action.task is None or _is_forward(action), actions)
+        return not any(map(_is_forward, behind))
 
     def of_rank(self, rank: int) -> Program:
         """The program of a single rank."""

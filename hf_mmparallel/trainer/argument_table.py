@@ -71,7 +71,7 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
     "activation_checkpointing_kwargs": Refused(
         lambda value: bool((value or {}).get("use_reentrant")),
         "a reentrant recomputation has a backward of its own inside that of a stage",
-        "Use `use_reentrant=False`; `every_n_layers` and `offload` hold.",
+        "Use `use_reentrant=False`; `every_n_layers` holds, and `offload` is the default of `offload_activations`.",
         "`use_reentrant=True`",
     ),
     "torch_compile_backend": Refused(
@@ -161,8 +161,7 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
     "gradient_checkpointing": Differs("an older name of `activation_checkpointing`"),
     "gradient_checkpointing_kwargs": Differs("an older name of `activation_checkpointing_kwargs`"),
     "torch_compile": Differs(
-        "compiles the layers of each rank's stages; refused with `offload` of "
-        "`activation_checkpointing_kwargs` and with split backwards"
+        "compiles the layers of each rank's stages; refused with `offload_activations` and with split backwards"
     ),
     "use_liger_kernel": Differs("replaces layers of the whole model before it is divided; the loss stays the plan's"),
     "neftune_noise_alpha": Differs(
@@ -365,12 +364,6 @@ def is_default(args: Any, name: str) -> bool:
 def check_arguments(args: TrainingArguments) -> None:
     """Raises `ValueError` for the first argument that can't hold under a plan."""
     refuse_settings(args, ARGUMENTS)
-    recomputation: Any = args.activation_checkpointing_kwargs or {}
-    if args.torch_compile and recomputation.get("offload"):
-        raise ValueError(
-            "`torch_compile=True` can't be used with `offload` of `activation_checkpointing_kwargs`: a compiled layer "
-            "is one graph with its recomputation, whose inputs stay on the device. Leave one of them out."
-        )
 
 
 def refuse_settings(args: TrainingArguments, table: Mapping[str, Refused | WithoutEffect | Differs]) -> None:

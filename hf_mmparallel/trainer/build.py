@@ -42,6 +42,7 @@ from ..plan import (
     MultimodalParallelPlugin,
     ParallelPlan,
     Stage,
+    StorageSettings,
     plan_for_model,
 )
 from ..plan.mesh_config import mesh_settings, num_ranks
@@ -362,7 +363,7 @@ def prepare_model(
         whole, adapter = unwrap_peft_model(model)
     if source is None:
         check_equal_models(whole, world)
-    check_model(whole, is_searched=plugin.auto)
+    check_model(whole, is_searched=plugin.auto, compiles=args.torch_compile)
     kernels = liger_kernels(args)
     if kernels is not None:  # before layers of other ranks are replaced, which have nothing to put kernels in
         apply_liger_kernel(whole, kernels)
@@ -506,15 +507,14 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
             f"`num_microbatches={plugin.num_microbatches}` contradicts the batch sizes, which give "
             f"{plan.num_microbatches}. Leave it out, or change `per_device_train_batch_size`."
         )
-    if args.activation_checkpointing:
-        modules = {name: replace(module, activation_checkpointing=True) for name, module in plan.modules.items()}
+    if plugin.plan is not None:
+        modules = {}
+        for name, module in plan.modules.items():
+            again, moves = _recomputation(module.activation_checkpointing, module.storage, plugin, name, args)
+            storage = replace(module.storage, offload_activations=moves)
+            modules[name] = replace(module, activation_checkpointing=again, storage=storage)
         plan = replace(plan, modules=modules)
-    splitting = [name for name, module in plan.modules.items() if module.splits_backward]
-    if args.torch_compile and splitting:
-        raise ValueError(
-            f"`torch_compile=True` can't be used with `split_backward` of `{splitting[0]}`: compiled layers compute "
-            "all gradients of a backward at once. Leave one of them out, or use another schedule."
-        )
+    _check_compilable(plan, args)
     cp_size = plan.modules[LANGUAGE_MODEL].cp_size
     if args.neftune_noise_alpha is not None and cp_size > 1:
         raise ValueError(
@@ -525,16 +525,41 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
     return plan
 
 
+def _check_compilable(plan: ParallelPlan, args: TrainingArguments) -> None:
+    """Refuses what compiled layers can't do."""
+    for name, module in plan.modules.items() if args.torch_compile else ():
+        if module.splits_backward:
+            raise ValueError(
+                f"`torch_compile=True` can't be used with `split_backward` of `{name}`: compiled layers compute all "
+                "gradients of a backward at once. Leave one of them out, or use another schedule."
+            )
+        if module.storage.offload_activations:
+            raise ValueError(
+                f"`torch_compile=True` can't be used with `offload_activations` of `{name}`: a compiled layer decides "
+                "itself what it saves. Leave one of them out."
+            )
+
+
 def recomputed(
     plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTrainingArguments
 ) -> dict[str, ModulePlugin]:
-    """The settings of all modules, with `activation_checkpointing` of the arguments."""
-    settings = {name: plugin.settings_of(name) for name in spec.modules}
-    every = args.activation_checkpointing
-    return {
-        name: replace(own, activation_checkpointing=every or own.activation_checkpointing)
-        for name, own in settings.items()
-    }
+    """The settings of all modules, with `activation_checkpointing` of the arguments and its `offload`."""
+    result = {}
+    for name in spec.modules:
+        own = plugin.settings_of(name)
+        again, moves = _recomputation(own.activation_checkpointing, own.storage, plugin, name, args)
+        result[name] = replace(own, activation_checkpointing=again, offload_activations=moves)
+    return result
+
+
+def _recomputation(
+    recomputes: bool, storage: StorageSettings, plugin: MultimodalParallelPlugin, name: str, args: TrainingArguments
+) -> tuple[bool, bool]:
+    """Whether a module recomputes its activations, and whether it keeps what is saved in host memory."""
+    recomputes = args.activation_checkpointing or recomputes
+    is_given = "offload_activations" in plugin.settings_of(name).named
+    by_default = recomputes and checkpointing_settings(args).offload and not is_given
+    return recomputes, storage.offload_activations or by_default
 
 
 def _check_same_plan(plan: ParallelPlan, world: World) -> None:

@@ -34,6 +34,7 @@ from ..modeling import build_model_spec
 from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
 from ..modeling.peft_models import base_model_of, with_adapters_of
+from ..modeling.router_loss import has_router_loss
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..resilience.pipelines import module_settings
@@ -167,6 +168,12 @@ class EngineState:
         check_arrangement(trainer)
         model = base_model_of(trainer.model)
         check_model(model)
+        if has_router_loss(model):
+            raise ValueError(
+                f"`output_router_logits=True` of `{type(model).__name__}` adds a loss over the experts' load in a "
+                "batch, which `microbatch_assignment` without `parallel` divides among the ranks in another way. Set "
+                "it to `False`, or leave `microbatch_assignment` out."
+            )
         trainer.model_spec = build_model_spec(model)
         costs = build.costs_of(trainer.model_spec, trainer.args, trainer.world)
         self.rank_costs = replace(costs, packing=isinstance(trainer.data_collator, PackingCollator))

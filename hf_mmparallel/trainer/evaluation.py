@@ -16,6 +16,7 @@ from ..data.context_tokens import WORDS
 from ..data.packing import unpack
 from ..data.step_batch import StepBatch
 from ..modeling.loss import IGNORE_INDEX
+from ..modeling.router_loss import RouterLoss
 from ..plan import LANGUAGE_MODEL
 from ..runtime.engine import ParallelEngine
 from ..schedule import Task
@@ -80,15 +81,35 @@ def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[
     ]
 
 
-def _mean_losses(sums_of_ranks: list[tuple[int, int, float, float]]) -> list[tuple[float, int]]:
+def _step_routes(engine: ParallelEngine, routed: dict[Task, torch.Tensor]) -> list[tuple[int, int, torch.Tensor]]:
+    """Returns (first batch index, samples, where its tokens went) of each forward that this rank reports."""
+    return [
+        (engine.batch_indices(task)[0], len(engine.batch_indices(task)), sums)
+        for task, sums in routed.items()
+        if engine.leads_cp_rank(task)
+    ]
+
+
+def _mean_losses(
+    sums_of_ranks: list[tuple[int, int, float, float]],
+    routes_of_ranks: list[tuple[int, int, torch.Tensor]],
+    routers: RouterLoss | None,
+) -> list[tuple[float, int]]:
     """Returns (mean loss, samples) of each microbatch, in order, from the sums of its parts."""
     sums: dict[tuple[int, int], list[float]] = {}
     for batch_index, samples, loss, count in sums_of_ranks:
         total = sums.setdefault((batch_index, samples), [0.0, 0.0])
         total[0] += loss
         total[1] += count
+    routes: dict[tuple[int, int], Any] = {}
+    for batch_index, samples, routed in routes_of_ranks:
+        routes[batch_index, samples] = routes.get((batch_index, samples), 0) + routed.cpu()
+    added = {} if routers is None else {key: routers.coefficient * float(routers.of(routes[key])) for key in routes}
     # NaN where there is no target, as on one process
-    return [(loss / count if count else math.nan, samples) for (_, samples), (loss, count) in sorted(sums.items())]
+    return [
+        (loss / count + added.get(key, 0.0) if count else math.nan, key[1])
+        for key, (loss, count) in sorted(sums.items())
+    ]
 
 
 def full_eval_dtype(args: TrainingArguments) -> torch.dtype | None:
@@ -151,15 +172,16 @@ class Evaluator:
             gathered = self._step(batch, collector)
             if world.is_first:
                 sums = [entry for rank_losses, *_ in gathered for entry in rank_losses]
-                for name, loss, count in (entry for *_, of_rank in gathered for entry in of_rank):
+                for name, loss, count in (entry for _, _, of_rank, _ in gathered for entry in of_rank):
                     own = generated.setdefault(name, [0.0, 0.0])
                     own[0], own[1] = own[0] + loss, own[1] + count
                 num_targets += sum(count for *_, count in sums)
-                means = _mean_losses(sums)
+                routes = [entry for *_, rank_routes in gathered for entry in rank_routes]
+                means = _mean_losses(sums, routes, self.engine.router_loss)
                 losses += means
                 for loss, count in means:
                     containers["losses"].add(torch.full((count,), loss))
-                microbatches = (entry for _, of_rank, _ in gathered for entry in of_rank)
+                microbatches = (entry for _, of_rank, *_ in gathered for entry in of_rank)
                 for _, arrays in sorted(microbatches, key=lambda entry: entry[0]):
                     for kind, value in arrays.items():
                         if value is not None:
@@ -186,15 +208,16 @@ class Evaluator:
     def _collector(self) -> _Collector:
         return _Collector(self.engine, self.preprocess_logits, "inputs" in self.args.include_for_metrics)
 
-    def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list, list]]:
+    def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list, list, list]]:
         """
-        Rank -> its losses, see [`_step_losses`], its collected microbatches, and its losses of generators; only rank 0
-        has them.
+        Rank -> its losses, see [`_step_losses`], its collected microbatches, its losses of generators, and where its
+        tokens went; only rank 0 has them.
         """
         engine = self.engine
         result = engine.evaluate_step(batch, collector)
         microbatches = collector.microbatches if collector else []
-        mine = (_step_losses(engine, result.losses), microbatches, _generator_losses(engine, result.losses))
+        losses = _step_losses(engine, result.losses), microbatches, _generator_losses(engine, result.losses)
+        mine = (*losses, _step_routes(engine, result.routed))
         with track_activity("gathering predictions"):
             gathered = engine.world.gather_tensors(mine)
         if collector:

@@ -14,6 +14,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from ..data.defaults import columns_of
+from ..modeling import check_router_loss
 from ..modeling.loading import build_on_meta
 from .argument_table import Refused, refuse_settings
 from .arguments import MultimodalTrainingArguments
@@ -54,7 +55,7 @@ _SFT_ARGUMENTS: Mapping[str, Refused] = {
         lambda value: value == "dft", "no rank sees a whole forward", "Give it as a `compute_loss_func`."
     ),
     "activation_offloading": Refused(
-        bool, "stages keep their own activations", 'Use `activation_checkpointing_kwargs={"offload": True}`.'
+        bool, "stages keep their own activations", "Use `offload_activations` of the modules."
     ),
 }
 
@@ -81,11 +82,8 @@ class SFTData:
             given = dict(zip(inspect.signature(SFTTrainer).parameters, (model, args, *positional), strict=False))
             model, args = _on_meta(model, args, {**given, **kwargs})
         super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
-        if trainer.is_planned and trainer.aux_loss_enabled:
-            raise ValueError(
-                f"`router_aux_loss_coef={trainer.router_aux_loss_coef}` adds a loss over the experts' load in the "
-                "whole batch, which microbatches can't add up. Set it to 0.0, or train without `parallel`."
-            )
+        if trainer.is_planned:
+            check_router_loss(trainer.engine.model)  # which TRL has told whether its loss counts
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Counts the tokens of all ranks, as `compute_loss` does without a plan."""

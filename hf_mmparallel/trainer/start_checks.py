@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,41 +15,28 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from .._environment import joins_job, launched_processes
-from ..modeling import check_causal, check_supported, unknown_layers_text
+from ..modeling import check_causal, check_router_loss, check_supported, unknown_layers_text
 from .argument_table import check_trainer_arguments
 
 logger = get_logger(__name__)
 
 
-def check_model(model: nn.Module, is_searched: bool = False) -> None:
+def check_model(model: nn.Module, is_searched: bool = False, compiles: bool = False) -> None:
     """Raises `ValueError` for a whole model that can't be trained under a plan, or predicted for the search of one."""
     if isinstance(model, PreTrainedModel):
+        check_router_loss(model, compiles)
         if is_searched:
             check_supported(model)  # layers that are in no module
         check_causal(model)  # a loss other than that of the next token
         text = unknown_layers_text(model)
         if text:
             logger.warning(f"{text} They run with the language model, as parts of it.")
-    for config in {id(c): c for c in _configs(model)}.values():
-        if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
-            raise ValueError(
-                f"`output_router_logits=True` of `{type(config).__name__}` adds a loss over the experts' load in the "
-                "whole batch, which microbatches can't add up. Set it to `False`."
-            )
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             raise ValueError(
                 f"`{name}` is a `{type(module).__name__}`: it mixes the samples of a batch, which a plan cuts. "
                 "Replace it by a norm over features."
             )
-
-
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configurations of a model and its parts."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            yield config
 
 
 def check_trainer(model: Any, given: dict[str, Any]) -> None:

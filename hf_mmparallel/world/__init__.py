@@ -6,7 +6,7 @@ package but `_environment`; all code on ranks may import it.
 from .failure import RemoteRankError, failures_left_to, is_lost_connection, raise_on_all_ranks, refuse_once
 from .generations import Generation
 from .membership import Membership
-from .watcher import ACTIVITY, track_activity
+from .watcher import ACTIVITY, run_collective, track_activity
 from .world import ReduceScatter, World, limit_collectives
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "limit_collectives",
     "raise_on_all_ranks",
     "refuse_once",
+    "run_collective",
     "track_activity",
 ]

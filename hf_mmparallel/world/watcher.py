@@ -47,6 +47,13 @@ def track_activity(activity: str, waits: bool = False) -> Iterator[None]:
     ACTIVITY.now(*before)
 
 
+def run_collective(collective: Callable[..., Any], *tensors: Any, group: Any) -> None:
+    """Runs a collective, in which this rank waits for others."""
+    ACTIVITY.waits = True
+    collective(*tensors, group=group)
+    ACTIVITY.waits = False
+
+
 logger = logging.getLogger(__name__)
 
 STALL_S = 60.0  # without progress on any rank before a warning is logged; repeated after twice the time, and so on

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs
-from hf_mmparallel.cost.activations import Precision, saved_activations
+from hf_mmparallel.cost.activations import LayerShape, Precision, saved_activations
 from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.spec import activation_copies
-from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, resolve_plan
-from tests.cost.models import PLAIN
+from hf_mmparallel.plan import LANGUAGE_MODEL, ParameterSpec, ParameterUse, SampleSizes, resolve_plan
+from tests.cost.models import PLAIN, text_model
 
 SIZES = {
     "hidden_size": 64,
@@ -158,3 +158,13 @@ def test_a_mixture_keeps_what_its_chosen_experts_take():
 def test_activation_functions_keep_as_many_tensors_as_they_take_steps():
     assert activation_copies("silu") == activation_copies("gelu") == activation_copies(None) == 1
     assert activation_copies("quick_gelu") == 2 and activation_copies("gelu_new") > 2
+
+
+def test_a_convolution_of_each_channel_by_itself_is_no_mixture_of_experts():
+    convolution = ParameterSpec("mixer.conv1d.weight", (96, 1, 4), 0)
+    experts = ParameterSpec("mlp.experts.weight", (8, 16, 32), 0, active_share=0.25)
+    uses = [ParameterUse(parameter, True) for parameter in (convolution, experts)]
+    found = {
+        m.name: (m.shape, m.copies, m.num_experts) for m in LayerShape.of(text_model().language_model, uses).matrices
+    }
+    assert found == {"mixer.conv1d": ((96, 4), 1.0, 1), "mlp.experts": ((16, 32), 2.0, 8)}

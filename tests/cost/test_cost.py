@@ -188,6 +188,26 @@ def test_ranks_that_share_rows_divide_norms_and_gather_at_the_ends_of_a_stage():
     assert held[0] - held[1] == pytest.approx(10 * (LAYERS / 2 - 1) * 2 * HIDDEN)
 
 
+def test_tokens_of_layers_with_a_state_go_to_their_samples_and_back_and_no_keys_are_gathered():
+    """The same layers, of which two carry a state and so do not attend, with and without recomputation."""
+    settings = [{"cp_size": 2, "activation_checkpointing": again} for again in (False, True)]
+    kinds = [(), ("state",) * 2 + ("attention",) * (LAYERS - 2), ("both",) * LAYERS]
+    plain, mixed, both = (
+        [
+            cost_of(model(layer_kinds=own), language_model=ModulePlugin(**given)).stages[LANGUAGE_MODEL, 0, 0]
+            for given in settings
+        ]
+        for own in kinds
+    )
+    layer_ms = 2 * 2 * HIDDEN / 2 / 2 / 450e6  # two bytes, there and back, half of the tokens of a rank to the other
+    for index, in_backward in enumerate((1, 2)):  # and the second forward
+        assert mixed[index].gather_token_ms == plain[index].gather_token_ms * (LAYERS - 2) / LAYERS
+        assert both[index].gather_token_ms == plain[index].gather_token_ms
+        for kind, times in zip(WHOLE_PASSES, (1, in_backward), strict=True):
+            more = both[index].of_kind(kind).token - plain[index].of_kind(kind).token
+            assert more == pytest.approx(times * LAYERS * layer_ms)
+
+
 def test_keys_that_take_longer_than_attention_cost_time():
     spec = model()
     alone, shared = cost_of(spec), cost_of(spec, language_model=ModulePlugin(cp_size=2, cp_block=10))

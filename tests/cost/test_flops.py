@@ -13,6 +13,7 @@ from hf_mmparallel.cost.stage_times import attended_squares, trainable_share
 from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.plan.model_spec import STATE_CHUNK
 from hf_mmparallel.runtime.work import language_work
 from tests import tiny
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, VOCABULARY, model, text_model
@@ -96,3 +97,13 @@ def test_what_tensor_parallelism_leaves_whole_takes_as_long_on_two_ranks():
     assert two[0].constant == pytest.approx(one[0].constant * (attention + (1 - attention) / 2))
     text = [layers.layer(LANGUAGE_MODEL, 0, size).forward for size in (1, 2)]
     assert text[1].square == pytest.approx(text[0].square / 2)
+
+
+def test_layers_with_a_state_count_as_attention_to_the_tokens_of_a_chunk():
+    kinds = ("state", "attention", "both", "state")
+    found = text_model(layer_kinds=kinds).language_model
+    assert found.needed_windows == (STATE_CHUNK, 0, 0, STATE_CHUNK)
+    assert [found.window(layer) for layer in range(LAYERS)] == [STATE_CHUNK, 0, 0, STATE_CHUNK]
+    assert found.needed_windows == text_model(windows=(STATE_CHUNK, 0, 0, STATE_CHUNK)).language_model.needed_windows
+    sliding = text_model(layer_kinds=kinds, windows=(0, WINDOW, 0, 0)).language_model
+    assert sliding.needed_windows == (STATE_CHUNK, WINDOW, 0, STATE_CHUNK)

@@ -100,6 +100,24 @@ def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
     assert more >= 100 * LAYER and again.backward_bytes(held, False) < whole.backward_bytes(held, False)
 
 
+@pytest.mark.parametrize(("again", "of_layer"), [(False, LAYER), (True, 2 * HIDDEN)])
+def test_activations_in_host_memory_are_those_of_all_layers_but_two(again: bool, of_layer: int):
+    settings = {"activation_checkpointing": again}
+    here, there = (
+        stages_of(model(), vision=ModulePlugin(offload_activations=own, **settings))["vision", 0, 0]
+        for own in (False, True)
+    )
+    held = np.array([0.0, 100.0, 1.0])
+    assert there.moved_bytes(held) == 100 * LAYERS * of_layer and here.moved_bytes(held) == 0
+    assert here.saved_bytes(held) - there.saved_bytes(held) == there.moved_bytes(held)
+    # one layer computes, and what the next one needs comes meanwhile
+    more = there.backward_bytes(held, False) - there.saved_bytes(held)
+    assert more >= 200 * of_layer and there.backward_bytes(held, False) < here.backward_bytes(held, False)
+    plugins = {LANGUAGE_MODEL: ModulePlugin(pp_size=2, offload_activations=True, **settings)}
+    last = memory_of(model(), **plugins)[2]  # one microbatch of two samples with ten tokens each is in flight
+    assert last.host == 2 * 10 * LAYERS / 2 * of_layer
+
+
 def test_a_first_backward_makes_gradients_while_it_frees_activations():
     memory = stages_of(model())[LANGUAGE_MODEL, 0, 0]
     few, many = np.array([0.0, 1.0, 1.0]), np.array([0.0, 1e5, 1.0])

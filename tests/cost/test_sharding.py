@@ -18,7 +18,7 @@ from hf_mmparallel.cost.sharded_passes import (
     streamed_transfers,
     transfers_in_passes,
 )
-from hf_mmparallel.cost.stage_memory import stage_memories
+from hf_mmparallel.cost.stage_memory import moved_bytes, stage_memories
 from hf_mmparallel.cost.stage_times import layer_table, stage_costs
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
@@ -217,6 +217,19 @@ def test_an_optimizer_step_on_the_cpu(master_weights):
     assert step == HostStep(count * (6 * wide + 2 * 4 + 2), 4.0 * count, 2.0 * count)
     assert memories["vision", 0, 0].host_step == HostStep()
     assert optimizer_ms(costs, on_cpu) >= host_step_ms(HOST, step) > optimizer_ms(costs, on_device)
+
+
+def test_what_the_computation_does_not_hide_of_activations_that_travel_is_waited_for():
+    costs = analytic_costs(model(), HOST)
+    plans = [resolve_plan(costs.spec, {"vision": ModulePlugin(offload_activations=own)}) for own in (False, True)]
+    here, there = (stage_costs(costs, plan)["vision", 0, 0] for plan in plans)
+    of_token = moved_bytes(costs, "vision", 1, False)[:, 1] / HOST.host_link_bytes_per_ms
+    for kind in (FORWARD, BACKWARD):
+        layer_ms = layer_table(costs, "vision").of_kind(kind)[1:-1, 1]
+        waits = np.maximum(of_token - layer_ms, 0).sum() + of_token[-1]
+        assert there.task_ms(1e6, 0.0, kind) - here.task_ms(1e6, 0.0, kind) == pytest.approx(1e6 * waits, rel=1e-9)
+    unknown = analytic_costs(model(), replace(HOST, host_link_gb_per_s=None))
+    assert stage_costs(unknown, plans[1])["vision", 0, 0] == stage_costs(unknown, plans[0])["vision", 0, 0]
 
 
 def test_what_the_computation_does_not_hide_of_streamed_layers_is_waited_for():

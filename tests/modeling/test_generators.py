@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import diffusers
 import pytest
 import torch
 import transformers as hf
@@ -64,6 +67,12 @@ def test_save_and_load(kind: str, tmp_path):
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(loaded.eval()(**batch).loss, model(**batch).loss, rtol=0, atol=0)
     assert hf.AutoConfig.from_pretrained(tmp_path).image_token_id == DRAWN_TOKEN
+    tower: Any = model.generators[IMAGE].tower  # for its own library alone
+    tower.save_pretrained(tmp_path / "tower")
+    library: Any = hf if kind == "codes" else diffusers
+    alone = library.AutoModel.from_pretrained(str(tmp_path / "tower"))
+    assert type(alone) is type(tower)
+    torch.testing.assert_close(dict(alone.named_parameters()), dict(tower.named_parameters()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

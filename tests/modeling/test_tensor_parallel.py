@@ -10,7 +10,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from transformers import DogeConfig, DogeForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    DogeConfig,
+    DogeForCausalLM,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ZambaConfig,
+    ZambaForCausalLM,
+)
 
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.sequence_parallel import keep_rows_split
@@ -258,3 +267,18 @@ def test_a_vector_over_heads_that_no_style_cuts_is_refused():
     with pytest.raises(ValueError, match=r"`model.layers.0.self_attn.A` .* 2 heads"):
         with_tp_dims(model, spec, {"language_model": (2,)})
     with_tp_dims(model, spec)
+
+
+def cut_names(model: nn.Module) -> set[str]:
+    module = with_tp_dims(model, build_model_spec(model), {"language_model": (2,)}).modules["language_model"]
+    return {parameter.name for parameter in module.parameters if parameter.tp_dim is not None}
+
+
+def test_a_feed_forward_that_compares_its_columns_and_layers_that_share_weights_stay_whole():
+    sparse = {"intermediate_size": [64, 64], "activation_sparsity_pattern": [0.0, 0.95], "num_kv_shared_layers": 0}
+    sizes = {**tiny.HEADS, "num_hidden_layers": 2, "vocab_size_per_layer_input": 64}
+    cut = cut_names(Gemma3nForCausalLM(Gemma3nTextConfig(**{**sizes, **sparse})))
+    assert {name.split(".")[2] for name in cut if ".self_attn." in name} == {"0", "1"}
+    assert {name.split(".")[2] for name in cut if ".mlp." in name} == {"0"}
+    hybrid = {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "tie_word_embeddings": True}
+    assert not any("shared_transf" in name for name in cut_names(ZambaForCausalLM(ZambaConfig(**tiny.TEXT | hybrid))))

@@ -26,6 +26,9 @@ def test_features_messages_and_replicas_of_a_boundary():
         few.startswith(f"vision to language_model: {4 * 1024 * HIDDEN * 2 / 2**20:.3g} MiB")
         and "2 replicas to 1" in few
     )
-    longest = [float(re.search(r"up to ([\d.]+) ms", text).group(1)) for text in (few, many)]  # type: ignore[union-attr]
-    assert 0 < longest[0] < longest[1]
+    assert all(f"{HIDDEN * 2 / 2**10:.3g} KiB for each token" in text for text in (few, many))
+    times = [re.findall(r"([\d.]+) ms", text) for text in (few, many)]  # shortest, longest, all, the step
+    for short, long in zip(*(map(float, own) for own in times), strict=True):
+        assert 0 < short < long
+    assert all(float(own[0]) <= float(own[1]) < float(own[2]) for own in times)
     assert "gradients back" in few and "gradients back" not in text_of(1024, frozen=True)

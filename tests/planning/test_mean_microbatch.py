@@ -97,3 +97,18 @@ def test_the_closed_form_ranks_as_steps_do(arrangement):
     assert len(closed) == 5  # 1 to 16 microbatches
     assert np.array(closed) == pytest.approx(np.array(simulated), rel=0.15)
     assert simulated[int(np.argmin(closed))] <= 1.03 * min(simulated)
+
+
+def test_cp_ranks_of_an_encoder_are_tried_up_to_the_images_of_a_sample():
+    problem = problem_of(8, 16)
+    images = SampleSizes.of_sequences({"vision": [[64] * 4] * 16, LANGUAGE_MODEL: [[512]] * 16})
+
+    def tried(sizes: SampleSizes, **fixed: int) -> set[int]:
+        asked = replace(problem, sizes=sizes, fixed={"vision": fixed} if fixed else {})
+        return {kind.cp_size for kind in ModuleOptions(asked, "vision").kinds}
+
+    assert tried(images) == {1, 2, 4}
+    assert tried(images, cp_size=3) == {3}
+    # squares that are those of windows don't tell how many images there are
+    assert tried(replace(images, in_windows=True)) == {1}
+    assert tried(SampleSizes.uniform({"vision": 256, LANGUAGE_MODEL: 512}, 16)) == {1}

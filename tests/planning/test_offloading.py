@@ -75,6 +75,22 @@ def test_frozen_weights_are_streamed_before_an_optimizer_is_offloaded():
     assert all(layout.storage == STREAMED for layout in best.candidate.layouts.values())
 
 
+def test_activations_go_to_the_host_where_they_do_not_fit():
+    """A microbatch of one long sample, in devices with room for the state and a third of what is saved."""
+    asked = question(checkpointing=dict.fromkeys(BOTH, False), microbatch_size=1)
+    asked = replace(asked, sizes=SampleSizes.uniform(dict.fromkeys(BOTH, 20_000), 8))
+    roomy = search_plans(replace(asked, memory_bytes=2.0**36)).best
+    activations = max(own.activations for own in roomy.predictions[0].memory.values())
+    asked = replace(asked, memory_bytes=roomy.peak_memory_bytes - 0.5 * activations)
+    best = search_plans(asked).best
+    assert any(layout.storage.offload_activations for layout in best.candidate.layouts.values())
+    assert best.peak_memory_bytes <= (asked.memory_bytes or 0) and "activations in host memory" in str(best.candidate)
+    assert all(own.host > 0 for own in best.predictions[0].memory.values())
+    small = replace(asked, costs=replace(asked.costs, device=replace(asked.costs.device, host_memory_gib=0.01)))
+    with pytest.raises(ValueError, match="fits"):
+        search_plans(small)
+
+
 def test_memory_that_forces_a_slower_layout():
     """Recomputation or more stages would fit; the faster layout with its optimizer on the CPU is chosen."""
     fast = replace(PLAIN, host_link_gb_per_s=900.0, host_memory_gb_per_s=40_000.0, link_gb_per_s=0.05)

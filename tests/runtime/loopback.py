@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 from hf_mmparallel.data.context_tokens import ContextSharder
 from hf_mmparallel.data.packing import PackingCollator
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
+from hf_mmparallel.kernels import row_exchange
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
+from hf_mmparallel.kernels.recurrent_layers import start_anew_at_samples
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, sync_groups
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
@@ -190,6 +192,14 @@ class ThreadCollectives:
         output.copy_(torch.cat([tensor.chunk(len(ranks))[place] for tensor in group.exchange(parts)]))
         return _Finished()
 
+    @staticmethod
+    def send_rows(output: Tensor, rows: Tensor, received: list[int], sent: list[int], group: Membership) -> None:
+        place = group.group.ranks.index(group.rank)
+        counts = group.exchange(torch.tensor(sent))
+        parts = [own.split(n.tolist())[place] for own, n in zip(group.exchange(rows), counts, strict=True)]
+        assert [len(part) for part in parts] == received
+        output.copy_(torch.cat(parts))
+
 
 def with_words(model: PreTrainedModel) -> PreTrainedModel:
     """The model, with a language model that reads the words of packed rows."""
@@ -243,6 +253,8 @@ def run_loopback(
     if shared:
         collator = PackingCollator(collator, with_words(copy.deepcopy(model)))
         copies = [with_words(own) for own in copies]
+        for own in copies:
+            start_anew_at_samples(own)
     groups = {ranks: ThreadGroup(ranks) for ranks in shared}
     cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")  # which threads do not inherit
 
@@ -277,6 +289,7 @@ def run_loopback(
     with (
         mock.patch.object(context_parallel, "_all_gather", ThreadCollectives.all_gather_single),
         mock.patch.object(context_parallel, "_all_to_all", ThreadCollectives.all_to_all),
+        mock.patch.object(row_exchange, "_all_to_all", ThreadCollectives.send_rows),
     ):
         results = run_threads(rank_body, plan.world_size, after_failure)
     gradients: dict[str, Tensor] = {}

@@ -116,7 +116,7 @@ def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
         "model": arguments.pop("model", None) or tiny.FAMILIES[family](),
         "train_dataset": data,
         "eval_dataset": arguments.pop("eval_dataset", None) or data[:7],
-        "data_collator": tiny.collate(family),
+        "data_collator": arguments.pop("data_collator", None) or tiny.collate(family),
         **{name: arguments.pop(name) for name in optional if name in arguments},
     }
 
@@ -171,6 +171,14 @@ def run_of(trainer: Any, evaluate: bool = False, checkpoint: str | None = None) 
     weights = None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()}
     dist.barrier()
     return Run(step_logs(trainer), weights, metrics)
+
+
+def without_originals(run: Run) -> Run:
+    """A run without what `peft` keeps of modules that it trains as a copy, which nothing reads."""
+    if run.weights is not None:
+        named = run.weights.items()
+        run.weights = {k.removeprefix("base_model.model."): v for k, v in named if "original_module" not in k}
+    return run
 
 
 def saving_run(

@@ -92,7 +92,7 @@ HONOURED = {
     "TrainingArguments.get_process_log_level": "log_level log_level_replica",
     "TrainingArguments.get_warmup_steps": "warmup_steps",
     "TrainingArguments.should_log": "log_on_each_node",
-    "_plan": "activation_checkpointing",
+    "_recomputation": "activation_checkpointing",
     "build_engine": "label_smoothing_factor",
     "checkpointing_settings": "activation_checkpointing_kwargs",
     "compilation_settings": "torch_compile torch_compile_backend torch_compile_mode",
@@ -221,26 +221,27 @@ def test_what_cannot_hold_is_refused_with_a_remedy(name: str):
         table.check_arguments(with_value(name, HELD_VALUES[name]))
 
 
-def test_compiled_layers_with_saved_inputs_in_host_memory_are_refused():
-    args = with_value("activation_checkpointing_kwargs", {"offload": True})
-    args.torch_compile = True
-    with pytest.raises(ValueError, match="`torch_compile=True` can't be used with `offload` of .* Leave one of them"):
-        table.check_arguments(args)
-    assert "`offload` of `activation_checkpointing_kwargs`" in REFUSED_IN_DOCS
-
-
-def test_compiled_layers_whose_backward_is_split_are_refused():
+def test_compiled_layers_that_do_not_decide_what_they_save_are_refused():
     plugin = MultimodalParallelPlugin({"language_model": ModulePlugin(pp_size=2)}, schedule="zero_bubble")
     args = SimpleNamespace(
         **{"world_size": 3, "torch_compile": True, "global_batch_size": 6, "per_device_train_batch_size": 2},
         **{"gradient_accumulation_steps": 1, "activation_checkpointing": False, "neftune_noise_alpha": None},
+        activation_checkpointing_kwargs={"offload": True},  # a default of modules that recompute
     )
     with pytest.raises(ValueError, match="can't be used with `split_backward` of `language_model`"):
         build.plan_and_batch(plugin, model_spec(), args)
     # recomputed layers run whole backwards by default
-    args.activation_checkpointing = True
-    assert not build.plan_and_batch(plugin, model_spec(), args)[0].modules["language_model"].splits_backward
-    assert "`split_backward` of a module" in REFUSED_IN_DOCS
+    args.activation_checkpointing, args.torch_compile = True, False
+    module = build.plan_and_batch(plugin, model_spec(), args)[0].modules["language_model"]
+    assert not module.splits_backward and module.storage.offload_activations
+    args.torch_compile = True
+    with pytest.raises(ValueError, match="can't be used with `offload_activations` of `language_model`"):
+        build.plan_and_batch(plugin, model_spec(), args)
+    given = {"pp_size": 2, "offload_activations": False}
+    plugin = MultimodalParallelPlugin({"language_model": ModulePlugin.from_dict(given)})
+    build.plan_and_batch(plugin, model_spec(), args)
+    for words in ("`split_backward` of a module", "`torch_compile` with `offload_activations`"):
+        assert words in REFUSED_IN_DOCS
 
 
 def test_noise_on_the_embeddings_of_parts_of_rows_is_refused():
@@ -248,6 +249,7 @@ def test_noise_on_the_embeddings_of_parts_of_rows_is_refused():
     args = SimpleNamespace(
         **{"world_size": 3, "torch_compile": False, "global_batch_size": 6, "per_device_train_batch_size": 2},
         **{"gradient_accumulation_steps": 1, "activation_checkpointing": False, "neftune_noise_alpha": 5.0},
+        activation_checkpointing_kwargs=None,
     )
     with pytest.raises(ValueError, match="`neftune_noise_alpha=5.0` .*`cp_size=2`"):
         build.plan_and_batch(plugin, model_spec(), args)

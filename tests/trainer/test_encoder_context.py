@@ -65,7 +65,19 @@ ON_THREE: dict[str, Case] = {
     "sizes of pixels": ("mistral3", {VISION: CP2}, {}),
     "clips": ("voxtral", {AUDIO: CP2}, {}),
 }
+ON_TWO: dict[str, Case] = {
+    "experts shared by the same ranks": (
+        "qwen3_vl_moe",
+        {VISION: CP2, LM: {"dp_size": 2, "ep_size": 2, "colocate_with": VISION}},
+        {"data": False},
+    ),
+}
 ON_FOUR: dict[str, Case] = {
+    "more ranks than images": (
+        "qwen2_vl",
+        {VISION: {"cp_size": 4}, LM: {"dp_size": 4, "colocate_with": VISION}},
+        {"data": True},
+    ),
     "with the tokens, on the same ranks": (
         "llava",
         {VISION: {**CP2, "tp_size": 2}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2, "cp_block": 8}},
@@ -106,7 +118,7 @@ def train(cases: dict[str, Case]) -> dict[str, runs.Run]:
     return {name: runs.parallel_run(case[0], case[1], **arguments_of(case)) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(3, ON_THREE), (4, ON_FOUR)])
+@pytest.mark.parametrize(("world_size", "cases"), [(2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)])
 def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size: int, cases: dict[str, Case]):
     first = run_distributed(train, world_size, cases, timeout=280)[0]
     for name, case in cases.items():
@@ -115,3 +127,21 @@ def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size
             runs.assert_same_run(first[name], reference)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+ADAPTED = {"peft_config": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv", "proj"], "init_lora_weights": False}}
+
+
+def train_adapters(layouts: list[dict[str, Any]]) -> list[runs.Run]:
+    arguments = arguments_of(ON_THREE["images and frames of unlike sizes"])
+    return [runs.parallel_run("qwen2_vl", layout, **arguments) for layout in layouts]
+
+
+def test_adapters_of_an_encoder_that_shares_out_its_images():
+    shared = {VISION: {**CP2, **ADAPTED}, LM: {"dp_size": 2, "colocate_with": VISION}}
+    (found,) = run_distributed(train_adapters, 2, [shared])[0]
+    (alone,) = run_distributed(train_adapters, 1, [{VISION: ADAPTED, LM: {}}])[0]
+    for run in (found, alone):  # copies of what is trained whole are not part of a checkpoint
+        run.weights = {name: value for name, value in (run.weights or {}).items() if "original_module" not in name}
+    assert any("lora_B" in name for name in alone.weights or ())
+    runs.assert_same_run(found, alone)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForMaskedLM, BertModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import BertConfig, BertForMaskedLM, BertModel, DogeConfig, DogeForCausalLM
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import MultimodalParallelPlugin
@@ -172,9 +172,10 @@ def test_a_dataset_without_labels_is_refused_at_its_first_step():
 
 
 def router_losses() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2, "vocab_size": 32}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads))
+    """Doge's loss takes the routes of its product keys."""
+    config = DogeConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, is_moe=True)
+    with torch.device("meta"):
+        model = DogeForCausalLM(config)
     check_model(model)
     model.config.output_router_logits = True
     return model
@@ -187,7 +188,7 @@ def bert(cls: Any) -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a loss of a whole batch": (router_losses, "output_router_logits=True"),
+    "another loss over the load of experts": (router_losses, "`output_router_logits=True` of `DogeForCausalLM`"),
     "a norm over a whole batch": (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "`0` is a `BatchNorm1d`"),
     "masked tokens": (lambda: bert(BertForMaskedLM), "is_decoder=True"),
     "no loss": (lambda: bert(BertModel), "`BertModel`"),

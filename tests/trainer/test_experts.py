@@ -37,12 +37,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_family(name: str) -> dict[str, Any]:
+def of_family(name: str, **config: Any) -> dict[str, Any]:
     """A seeded model and its samples."""
     cls = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = cls(cls.config_class(**FAMILIES[name]))
+        model = cls(cls.config_class(**{**FAMILIES[name], **config}))
     # a batch of one sample is the last: all replicas but one have none
     data = tiny.make_dataset("llama", 2 * runs.GLOBAL_BATCH + 1)
     return {"model": model, "data": data, "max_steps": 3}
@@ -105,6 +105,85 @@ def test_families_equal_the_stock_trainer(family: str):
     assert_same(family, {str(layout): run for (_, layout), run in zip(cases, results, strict=True)})
 
 
+def of_one_rank() -> dict[str, Any]:
+    """A model whose routers send all tokens to the first experts."""
+    arguments = of_family("GptOssForCausalLM")
+    for name, parameter in arguments["model"].named_parameters():
+        if name.endswith("router.bias"):
+            parameter.data[:2] += 100
+    return arguments
+
+
+def train_on_one_rank() -> list[runs.Run]:
+    layouts = (LAYOUTS[2][name] for name in ("within a tp group", "over replicas"))
+    return [runs.parallel_run("llama", {LM: layout}, **of_one_rank()) for layout in layouts]
+
+
+def test_ranks_whose_experts_get_no_token_take_part():
+    for run in run_distributed(train_on_one_rank, 2)[0]:
+        runs.assert_same_run(run, runs.stock("llama", **of_one_rank()))
+
+
+# The loss over the experts' load
+
+# large enough to be seen in losses and gradients
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+# Layout, arguments
+BALANCED_LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
+    2: {
+        "tp": ({"tp_size": 2}, {}),
+        "experts of a tp group": ({"tp_size": 2, "ep_size": 2}, {}),
+        "one microbatch of each replica": ({"dp_size": 2, "ep_size": 2}, {"per_device_train_batch_size": 4}),
+        "several microbatches, recomputed": ({"dp_size": 2, **AGAIN}, {}),
+        "cp": ({"cp_size": 2, "cp_block": 8}, {}),
+        "stages": ({"pp_size": 2}, {}),
+        "stages, forwards first": ({"pp_size": 2}, {"schedule": "gpipe"}),
+    },
+    4: {
+        "stages, split backwards": ({"dp_size": 2, "pp_size": 2, "ep_size": 2, "split_backward": True}, {}),
+        "ZeRO-3, recomputed": ({"dp_size": 4, "ep_size": 2, "zero_stage": 3, **AGAIN}, {}),
+        "cp and tp": ({"cp_size": 2, "tp_size": 2, "ep_size": 4, "cp_block": 8}, {}),
+    },
+}
+
+
+def train_balanced(family: str, layouts: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[runs.Run]:
+    result = []
+    for layout, arguments in layouts:
+        arguments = {"per_device_eval_batch_size": 2, **of_family(family, **BALANCED), **arguments}
+        schedule = {"schedule": arguments.pop("schedule", "1f1b")}
+        parallel = {"modules": {LM: layout}, **schedule}
+        result.append(runs.parallel_run("llama", parallel, evaluate=True, **arguments))
+    return result
+
+
+def assert_balanced(family: str, world_size: int, names: list[str]) -> None:
+    layouts = BALANCED_LAYOUTS[world_size]
+    arguments = {"per_device_eval_batch_size": 2, **of_family(family, **BALANCED)}
+    reference = runs.stock("llama", evaluate=True, **arguments)
+    results = run_distributed(train_balanced, world_size, family, [layouts[name] for name in names], timeout=250)[0]
+    for name, run in zip(names, results, strict=True):
+        runs.assert_same_run(run, reference)
+        assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5), name
+
+
+@pytest.mark.parametrize("world_size", BALANCED_LAYOUTS)
+def test_a_loss_over_the_load_of_experts_is_that_of_the_whole_batch(world_size: int):
+    assert_balanced("Qwen3MoeForCausalLM", world_size, list(BALANCED_LAYOUTS[world_size]))
+
+
+@pytest.mark.parametrize(
+    "family",
+    runs.deep_but(
+        [f for f in FAMILIES if f not in ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")],
+        "MixtralForCausalLM",
+        "GptOssForCausalLM",
+    ),
+)
+def test_losses_over_the_load_of_experts_of_families(family: str):
+    assert_balanced(family, 2, ["experts of a tp group", "several microbatches, recomputed", "stages"])
+
+
 # Frozen parts, adapters and what is refused
 
 SPREAD = {"dp_size": 2, "ep_size": 2}
@@ -149,6 +228,24 @@ def test_adapters_beside_shared_experts_equal_those_of_one_rank():
 def test_a_multimodal_model_equals_the_stock_trainer():
     layout = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "ep_size": 2, "colocate_with": VISION}}
     runs.assert_a_layout_equals_the_stock_trainer("qwen3_vl_moe", 2, layout, max_steps=3)
+
+
+def balanced_images() -> dict[str, Any]:
+    model = tiny.FAMILIES["qwen3_vl_moe"]()
+    for name, value in BALANCED.items():
+        setattr(model.config.text_config, name, value)
+    return {"model": model, "max_steps": 3, "evaluate": True, "per_device_eval_batch_size": 2}
+
+
+def train_balanced_images() -> runs.Run:
+    layout = {VISION: {"dp_size": 2}, LM: {"pp_size": 2, "colocate_with": VISION}}
+    return runs.parallel_run("qwen3_vl_moe", layout, **balanced_images())
+
+
+def test_a_multimodal_model_balances_its_experts_over_the_whole_batch():
+    run, reference = run_distributed(train_balanced_images, 2)[0], runs.stock("qwen3_vl_moe", **balanced_images())
+    runs.assert_same_run(run, reference)
+    assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
 
 # Checkpoints

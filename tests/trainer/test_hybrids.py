@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests import hybrids
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -32,6 +33,29 @@ LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("GraniteMoeHybridForCausalLM", {LM: {"pp_size": 2}}),
     ("Lfm2ForCausalLM", {LM: {"tp_size": 2, **AGAIN}}),
 )
+CP = {"cp_size": 2}
+SHARED: tuple[tuple[str, dict[str, Any]], ...] = (  # the first four on each change
+    (VLM, {VISION: {"tp_size": 2, **BESIDE}, LM: {**CP, "cp_block": 4, **AGAIN}}),
+    ("BambaForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
+    ("FalconH1ForCausalLM", {LM: {**CP, "cp_method": "zigzag", "cp_block": 4, **AGAIN}}),
+    ("Lfm2ForCausalLM", {LM: {**CP, "cp_block": 4, "zero_stage": 3}}),
+    (MOE_VLM, {VISION: {"dp_size": 2, **BESIDE}, LM: {**CP, "zero_stage": 3}}),
+    ("Qwen3NextForCausalLM", {LM: {**CP, "cp_mode": "segments", "zero_stage": 1}}),
+    ("KimiLinearForCausalLM", {LM: CP}),
+    ("JambaForCausalLM", {LM: {**CP, "zero_stage": 2}}),
+    ("GraniteMoeHybridForCausalLM", {LM: {**CP, "offload_activations": True}}),
+    ("MiniMaxForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
+)
+FROZEN = {"freeze": True}
+ON_FOUR: tuple[tuple[str, dict[str, Any]], ...] = (  # (class, layout on four ranks)
+    (VLM, {VISION: {"dp_size": 4, "zero_stage": 3, **BESIDE}, LM: {"cp_size": 4, "cp_block": 4}}),
+    (VLM, {VISION: {"cp_size": 4, **BESIDE}, LM: {**CP, "pp_size": 2, **FROZEN}}),
+    (MOE_VLM, {VISION: {"dp_size": 4, **BESIDE}, LM: {**CP, "dp_size": 2, "ep_size": 4, **AGAIN}}),
+    ("Qwen3_5ForCausalLM", {LM: {**CP, "tp_size": 2, "cp_block": 4}}),
+    ("JambaForCausalLM", {LM: {"cp_size": 4, **AGAIN}}),
+    ("BambaForCausalLM", {LM: {**CP, "dp_size": 2, "zero_stage": 3}}),
+    ("Lfm2ForCausalLM", {LM: {**CP, "pp_size": 2}}),
+)
 
 
 def words_of(name: str) -> tuple[str, dict[str, Any]]:
@@ -47,9 +71,28 @@ def train(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> list[runs.Run]:
     return results
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS[:4], LAYOUTS[4:8], LAYOUTS[8:]], ids=["Qwen", "two kinds", "and others"])
-def test_packed_rows_in_a_layout_equal_the_stock_trainer(layouts: Any):
-    first = run_distributed(train, 2, layouts, timeout=280)[0]
-    for (name, _), run in zip(layouts, first, strict=True):
+def check(world_size: int, layouts: tuple[tuple[str, dict[str, Any]], ...]) -> None:
+    first = run_distributed(train, world_size, layouts, timeout=280)[0]
+    for (name, layout), run in zip(layouts, first, strict=True):
         family, words = words_of(name)
-        runs.assert_same_run(run, runs.stock(family, **words))
+        runs.assert_same_run(run, runs.stock(family, freeze=runs.frozen(layout), **words))
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(LAYOUTS[:4], id="Qwen"),
+        pytest.param(LAYOUTS[4:8], id="two kinds"),
+        pytest.param(LAYOUTS[8:], id="and others"),
+        pytest.param(SHARED[:4], id="rows of ranks"),
+        deep(SHARED[4:], id="rows of ranks, and others"),
+    ],
+)
+def test_packed_rows_in_a_layout_equal_the_stock_trainer(layouts: Any):
+    check(2, layouts)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("layouts", [ON_FOUR[:3], ON_FOUR[3:]], ids=["that see", "of text"])
+def test_layouts_on_four_ranks_equal_the_stock_trainer(layouts: Any):
+    check(4, layouts)

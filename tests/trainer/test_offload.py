@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,3 +220,46 @@ def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Pa
         assert got is not None and got.keys() == want.keys()
         assert all(torch.equal(got[name], value) for name, value in want.items())
     assert [moved > 0 for _, moved in ranks] == [False, True, True]
+
+
+# Activations
+
+SAVED = {"offload_activations": True}
+AGAIN = {"activation_checkpointing": True, **SAVED}
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
+ACTIVATIONS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one process, recomputed or not": ("llava", 1, {VISION: SAVED, LM: {"colocate_with": VISION, **AGAIN}}),
+    "DeepStack, interleaved stages": ("qwen3_vl", 3, {VISION: AGAIN, LM: {"pp_size": 2, "vp_size": 2, **SAVED}}),
+    "ZeRO-3 and tp": ("llava", 5, {VISION: SAVED, LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 3, **SAVED}}),
+    "split backward": ("llama", 2, {LM: {"pp_size": 2, "split_backward": True, **SAVED}}),
+    "streamed weights": ("llava", 3, {VISION: SAVED, LM: {"pp_size": 2, **STREAM, **SAVED}}),
+    "streamed and recomputed": ("llava", 2, {VISION: {}, LM: {**STREAM, **AGAIN}}),
+    "experts of ranks": ("qwen3_vl_moe", 3, {VISION: SAVED, LM: {"dp_size": 2, "ep_size": 2, **AGAIN}}),
+}
+
+
+def counted_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[runs.Run, dict[str, int]]:
+    """A run, and by module the bytes of activations that this rank has moved to host memory in it."""
+    moved: dict[str, int] = {}
+    trainer = runs.make_trainer(family, parallel, **arguments)
+    for key, stage in trainer.engine.stages.items():
+        for layer in stage.own_layers.values():
+            offloaded = getattr(layer, "offloaded_activations", None)
+            if offloaded is not None:
+                offloaded._to_host = partial(counting, offloaded._to_host, moved, key[0])
+    return runs.run_of(trainer), moved
+
+
+def counting(move: Callable, moved: dict[str, int], module: str, tensor: torch.Tensor) -> Any:
+    moved[module] = moved.get(module, 0) + tensor.untyped_storage().nbytes()
+    return move(tensor)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", runs.deep_but(ACTIVATIONS, "one process, recomputed or not", "streamed weights"))
+def test_activations_in_host_memory_equal_the_stock_trainer(name: str):
+    family, world_size, parallel = ACTIVATIONS[name]
+    ranks = run_distributed(counted_run, world_size, family, parallel, **ADAMW)
+    runs.assert_same_run(ranks[0][0], runs.stock(family, freeze=runs.frozen(parallel), **ADAMW))
+    asked = {name for name, settings in parallel.items() if "offload_activations" in settings}
+    assert {name for _, moved in ranks for name in moved} == asked

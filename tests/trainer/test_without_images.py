@@ -54,11 +54,7 @@ def with_lora(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapted_run(layout: dict[str, Any], **others: Any) -> runs.Run:
-    run = runs.parallel_run(FAMILY, with_lora(layout), **arguments(), **others)
-    if run.weights is not None:  # `peft` keeps what it trains as a copy, beside what nothing reads
-        named = run.weights.items()
-        run.weights = {k.removeprefix("base_model.model."): v for k, v in named if "original_module" not in k}
-    return run
+    return runs.without_originals(runs.parallel_run(FAMILY, with_lora(layout), **arguments(), **others))
 
 
 def train() -> dict[str, runs.Run]:

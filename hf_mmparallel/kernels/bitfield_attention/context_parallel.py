@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..shared_samples import SharedSamples
 from .attention import check_states
 from .dispatch import attention_backward, attention_forward, default_backend
 from .words import BitfieldMask
@@ -37,6 +38,7 @@ class SequenceShard:
     num_tokens: int  # T, of the whole row
     rank: int  # in `group`
     group: Any  # `torch.distributed.ProcessGroup` of the ranks that share the row
+    samples: SharedSamples  # for layers that carry a state along the row
     sent: Tensor | None = None  # int64 [S], the tokens that this rank sends to the others; all when left out
     heads_per_gather: int = HEADS_PER_GATHER  # kv heads that are gathered together; the same on every rank
     # Whether some rank runs the backward of attention, although the inputs of this rank may need no gradient; for
@@ -164,7 +166,8 @@ def shard_sequence(
             key_words = torch.cat([row_words[rank], sent_words.flatten()])
             key_positions = torch.cat([row_positions[rank], row_positions.gather(1, rows).flatten()])
     mask = BitfieldMask(row_words[rank][None], row_positions[rank][None], key_words[None], key_positions[None])
-    return SequenceShard(mask, order, words.shape[1], rank, group, sent, heads_per_gather)
+    samples = SharedSamples(words, order, rank, group)
+    return SequenceShard(mask, order, words.shape[1], rank, group, samples, sent, heads_per_gather)
 
 
 def _check_order(order: Tensor, words: Tensor, num_ranks: int) -> None:

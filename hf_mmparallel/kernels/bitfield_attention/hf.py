@@ -96,6 +96,13 @@ class DeferredMask:
     def __getitem__(self, index: Any) -> Any:
         return self.__getattr__("values")
 
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnbuiltMaskError(
+            f'A layer gives a mask of "{NAME}" attention to `{getattr(function, "__name__", function)}`: some of the '
+            'model\'s layers have another attention than the rest. Use `attn_implementation="sdpa"` for all of it.'
+        )
+
     __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __invert__ = __eq__ = __ne__ = __lt__ = __getitem__
 
     @property

@@ -1,0 +1,99 @@
+"""Mixtures of experts with a vision tower in layouts equal the stock Trainer: each class in each way to lay it out."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shrunk_batches
+import shrunk_models
+
+from tests.deep_cases import deep
+from tests.distributed import run_distributed
+
+from . import runs
+
+pytestmark = pytest.mark.distributed
+
+VISION, LM = "vision", "language_model"
+FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "ernie4_5_vl_moe", "kimi_k25", "aria")
+AGAIN = {"activation_checkpointing": True}
+WAYS: tuple[dict[str, Any], ...] = (  # of the language model on two ranks
+    {"pp_size": 2},
+    {"tp_size": 2},
+    {"cp_size": 2, "cp_block": 8},
+    {"dp_size": 2, "zero_stage": 3},
+    {"dp_size": 2, "ep_size": 2},
+    {"tp_size": 2, "ep_size": 2},
+)
+TOWERS: tuple[dict[str, Any], ...] = ({"dp_size": 2, "zero_stage": 3}, {"tp_size": 2, **AGAIN}, {"cp_size": 2})
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}}
+Case = tuple[str, dict[str, Any], dict[str, Any]]  # family, layout, arguments
+
+
+def case(family: int, way: int, **more: Any) -> Case:
+    """A layout in which what else can vary does: rows, recomputation, the tower, a router that is frozen."""
+    turn = family + way
+    model = {**WAYS[way], **(AGAIN if turn % 3 == 0 else {}), **more}
+    if turn % 4 == 1 and not more:
+        model["freeze"] = r"\.(gate|router)\."
+    layout = {VISION: {**TOWERS[turn % 3], "colocate_with": LM}, LM: model}
+    return FAMILIES[family], layout, {"packing": turn % 2 == 0 or "cp_size" in model}
+
+
+@functools.cache
+def samples_of(family: str) -> shrunk_batches.Samples:
+    return shrunk_batches.make_samples(shrunk_models.build(family), family, 2 * runs.GLOBAL_BATCH)
+
+
+def words_of(family: str) -> dict[str, Any]:
+    samples = samples_of(family)
+    data = {"model": shrunk_models.build(family), "data": samples.rows, "data_collator": samples.collate}
+    return {**data, "max_steps": 2, "warmup_steps": 0}
+
+
+def train(cases: list[Case]) -> list[runs.Run]:
+    return [runs.parallel_run(family, layout, **arguments, **words_of(family)) for family, layout, arguments in cases]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([case(0, 3), case(1, 2), case(2, 4)], id="three in ways of their own"),
+        *(deep([case(i, way) for way in range(len(WAYS))], id=family) for i, family in enumerate(FAMILIES)),
+    ],
+)
+def test_layouts_equal_the_stock_trainer(cases: list[Case]):
+    first = run_distributed(train, 2, cases, timeout=280)[0]
+    for (family, layout, _), run in zip(cases, first, strict=True):
+        runs.assert_same_run(run, runs.stock(family, freeze=runs.frozen(layout), **words_of(family)))
+
+
+@pytest.mark.deep
+def test_adapters_train_alike_in_stages_and_on_one_process():
+    # the stock Trainer, whose batch is the global batch, with adapters of the same seed
+    batch = {"per_device_train_batch_size": runs.GLOBAL_BATCH}
+    whole = [(family, {VISION: {}, LM: {"colocate_with": VISION, **LORA}}, batch) for family in FAMILIES[:4]]
+    alone = run_distributed(train, 1, whole, timeout=200)[0]
+    first = run_distributed(train, 2, [case(i, 0, **LORA) for i in range(4)], timeout=280)[0]
+    for run, reference in zip(first, alone, strict=True):
+        runs.assert_same_run(*map(runs.without_originals, (run, reference)))
+
+
+def on_from_the_second_step(folder: Path) -> list[runs.Run]:
+    """A run with a learning rate for the tower, and one that goes on in another layout from its checkpoint."""
+    words = {**words_of("qwen3_5_moe"), "max_steps": 4, "optim": "adamw_torch", "adam_epsilon": 1e-4}
+    tower = {"learning_rate": 3e-3, "weight_decay": 0.2, "colocate_with": LM}
+    source = {VISION: {"dp_size": 4, **tower}, LM: {"dp_size": 2, "pp_size": 2, "zero_stage": 1}}
+    target = {VISION: {"cp_size": 4, **tower}, LM: {"cp_size": 2, "dp_size": 2, "ep_size": 4, "cp_block": 8}}
+    straight = runs.saving_run("qwen3_5_moe", folder / "a", source, **words)
+    words["model"] = shrunk_models.build("qwen3_5_moe")
+    return [straight, runs.saving_run("qwen3_5_moe", folder / "b", target, folder / "a" / "checkpoint-2", **words)]
+
+
+@pytest.mark.deep
+def test_learning_rates_of_modules_go_on_in_another_layout(tmp_path: Path):
+    straight, moved = run_distributed(on_from_the_second_step, 4, tmp_path, timeout=280)[0]
+    runs.assert_same_run(moved, straight, rtol=1e-4, atol=2e-5)
