@@ -18,7 +18,7 @@ from ..schedule.kinds import KINDS, WHOLE_PASSES
 from .problem import Candidate, PlanningProblem
 
 # a forward, a backward, and what of a split backward the stages before it wait for
-_PASSES = (*WHOLE_PASSES, KINDS["bwd_input"])
+_PASSES = (*WHOLE_PASSES, *(kind for kind in KINDS.values() if kind.closes and kind not in WHOLE_PASSES))
 
 
 @dataclass(frozen=True)
