@@ -2,10 +2,11 @@
 Models that read and draw, on DistTrain's clusters: its allocation and order of samples, one layout for all modules,
 ranks in proportion to operations, and the planner's own, each simulated with our costs on the same drawn batches.
 
-The paper gives the models, 8,192 tokens a sample, the resolutions, the batch and the cluster. It does not give how many
-images its samples have: here 1 to 6 by chance, each of which is read, and drawn by the generator. Stable Diffusion's
-U-Net is counted as transformer layers with its parameters (0.87 billion) and as many tokens as give its operations, 339
-billion multiplications for 512 x 512 pixels (Kim et al. 2023, BK-SDM, table 1), and four times as many for 1024 x 1024.
+The paper gives the models, 8,192 tokens a sample, the resolutions, the batch and the cluster. It does not give how
+many images its samples have: here 1 to 6 by chance, each of which is read, and drawn by the generator. The U-Net of
+Stable Diffusion is counted as transformer layers with its parameters (0.87 billion) and as many tokens as give its
+operations, 339 billion multiplications for 512 x 512 pixels (Kim et al. 2023, BK-SDM, table 1), and four times as many
+for 1024 x 1024.
 
 ```bash
 python benchmarks/disttrain.py
