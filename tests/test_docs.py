@@ -16,6 +16,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
@@ -220,3 +221,11 @@ def test_the_makefile_runs_files_that_exist():
     makefile = (ROOT / "Makefile").read_text()
     paths = re.findall(r"\b(?:examples|benchmarks|tests|constraints)/[\w./-]+\.(?:py|yaml)\b", makefile)
     assert paths and [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.skipif(not transformers.__version__.startswith("5.24"), reason="the facts are of one release")
+@pytest.mark.parametrize(
+    "block", re.findall(r"```python\n(.*?)```", (ROOT / "docs/upstream.md").read_text(), re.DOTALL)
+)
+def test_what_transformers_lacks_is_still_lacking(block):
+    exec(compile(block, "docs/upstream.md", "exec"), {})  # noqa: S102 (our own documentation)
