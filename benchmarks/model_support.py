@@ -334,6 +334,7 @@ class Fork:
     @staticmethod
     def _body(function: Callable[[], Any], sent: Any) -> None:
         os.setsid()
+        torch.set_num_threads(1)  # renews the pool of a fork before several threads would
         sent.send(found_by(function))
         sent.close()
         os._exit(0)

@@ -23,6 +23,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
+import vlm_configs
 from datasets import Dataset
 from PIL import Image
 from torch.nn.functional import cross_entropy
@@ -145,6 +146,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "LLaVA-Pretrain/images": _pictures,
     "my-vlm": _small_config,
     "qwen2.5-vl-7b": _qwen_config,
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": lambda path: vlm_configs.config_of("Qwen3-VL-30B-A3B").save_pretrained(path),
     "train.parquet": _lengths,
     "failures.csv": _failures,
     "out/trainer_log.jsonl": _run_log,
@@ -203,7 +205,10 @@ ON_RANKS = {"docs/context_parallelism.md": 2, "docs/trl.md": 4, "README.md": 5}
 ELSEWHERE = ("CONTRIBUTING.md", "docs/own_loop.md", "docs/profile.md", "examples/README.md")
 """By `test_contributing.py`, `examples/test_own_loop_example.py`, and tests of their own below."""
 WITH_CODE = [str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python", "diff")]
-WITH_COMMANDS = ["README.md", *(f"docs/{name}.md" for name in ("calibration", "failures", "planner", "profile"))]
+WITH_COMMANDS = [
+    "README.md",
+    *(f"docs/{name}.md" for name in ("calibration", "failures", "planner", "profile", "qwen")),
+]
 ON_ANY_MACHINE = {"--device cuda": "--device cpu --lengths 64,128,256 --max-seconds 1"}
 LAUNCHED = "Membership.from_environment()"  # in code that only runs under `hf-mmparallel launch`
 

@@ -94,6 +94,8 @@ class MaskRule:
         self.create_masks: Callable[..., Any] = getattr(model_class, "create_masks_for_generate", None) or (
             create_masks_for_generate
         )
+        if self.create_masks is create_masks_for_generate:  # a model's own may need more of a batch
+            self._masks({"input_ids": torch.zeros(1, 2, dtype=torch.int64)})
 
     def __call__(self, batch: Mapping[str, Any]) -> Tensor:
         """

@@ -235,10 +235,11 @@ def test_compiled_layers_that_do_not_decide_what_they_save_are_refused():
     module = build.plan_and_batch(plugin, model_spec(), args)[0].modules["language_model"]
     assert not module.splits_backward and module.storage.offload_activations
     args.torch_compile = True
-    with pytest.raises(ValueError, match="can't be used with `offload_activations` of `language_model`"):
+    with pytest.raises(ValueError, match="can't be used with `offload_activations` of `vision`"):
         build.plan_and_batch(plugin, model_spec(), args)
-    given = {"pp_size": 2, "offload_activations": False}
-    plugin = MultimodalParallelPlugin({"language_model": ModulePlugin.from_dict(given)})
+    given = {"vision": {}, "language_model": {"pp_size": 2}}
+    plugins = {name: ModulePlugin.from_dict({**own, "offload_activations": False}) for name, own in given.items()}
+    plugin = MultimodalParallelPlugin(plugins)
     build.plan_and_batch(plugin, model_spec(), args)
     for words in ("`split_backward` of a module", "`torch_compile` with `offload_activations`"):
         assert words in REFUSED_IN_DOCS

@@ -147,7 +147,7 @@ REFUSED = {
         transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
         "`BloomModel`",
     ),
-    "a state-space model": (transformers.MambaConfig(**SMALL, state_size=4), "`MambaModel`"),
+    "a state-space model": (transformers.MambaConfig(**SMALL, state_size=4), "`MambaForCausalLM.create_masks"),
     "a mask that words can't say": (
         transformers.Gemma3TextConfig(
             **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True

@@ -75,6 +75,7 @@ def layouts_of(plugin: MultimodalParallelPlugin, **arguments: Any) -> NodeLayout
         "mean_time_between_failures_h": 24.0,
         "memory_limit_gib": None,
         "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": None,
     }
     prepared = PreparedModel(model, spec, analytic_costs(spec, find_device("h100"), 4))
     return node_layouts(prepared, plugin, SimpleNamespace(**{**given, **arguments}), (16, None))
