@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from .._portable import exp, log
 from ..cost.layers import data_gradients
 from ..cost.sharded_passes import GATHERS_IN_PASSES
 from ..cost.step_planner import Prediction
@@ -46,6 +47,7 @@ _USUAL_RATIO, _USUAL_OF_NEIGHBOURS = 0.8, 0.95
 _QUANTILE = 0.1  # of what was seen
 _SURE = 2  # how many steps of a group count as much as what is usual
 _MISFITS, _MOST_MISFITS = 8, 128  # in a row, after which memory counts as much as time, and which end a search
+_LEAST_EXCESS = 1e-6  # of an estimate of memory over the limit that counts
 _MOST_EFFORT = 2  # times the effort, where too few plans fit
 _DOUBTFUL_SHARE = 0.5  # of the effort, until which candidates are simulated that are not expected to be the fastest
 _LEAST_RANKS = 128  # ranks for which there is effort at least
@@ -82,7 +84,8 @@ class _Group:
         expected_ms, least_ms, excess = self.columns
         promised_ms = np.maximum(gain * self.ratio * expected_ms, least_ms)
         # memory decides what comes first, since estimates are off, but not what is left out
-        score = promised_ms * np.maximum(1.0, excess) ** 4 * excess**power
+        over, relative = np.square(np.maximum(1.0, excess)), np.clip(excess, _LEAST_EXCESS, 1 / _LEAST_EXCESS)
+        score = promised_ms * over * over * exp(power * log(relative))
         expected = np.flatnonzero(promised_ms < best_ms)
         index = int(expected[np.argmin(score[expected])] if len(expected) else np.argmin(score))
         return not len(expected), float(score[index]), index
