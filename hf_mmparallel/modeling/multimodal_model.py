@@ -265,10 +265,8 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             _check_no_accumulation(labels, loss_kwargs)
         for name in generated:
             losses[name] = self._generator_loss(name, rows[name], targets[name], num_generator_targets)
-        weights = {name: self.generators[name].settings.loss_weight for name in generated}
-        loss = sum(weights.get(name, 1.0) * value for name, value in losses.items()) if losses else None
         output = MultimodalOutput(
-            loss=loss,  # type: ignore[arg-type]
+            loss=self._weighted_sum(losses),
             logits=logits,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -293,6 +291,11 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         generator = self.generators[name]
         count = generator.num_targets(targets) if counts is None else counts[name]
         return generator.loss(rows, **targets) / max(count, 1)
+
+    def _weighted_sum(self, losses: Mapping[str, torch.Tensor]) -> Any:
+        """Returns the sum of the losses of modules by the weights of generators; `None` of no losses."""
+        weights = {name: generator.settings.loss_weight for name, generator in self.generators.items()}
+        return sum(weights.get(name, 1.0) * value for name, value in losses.items()) if losses else None
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         """Allows the inputs of all encoders in `generate`."""
