@@ -197,7 +197,7 @@ def _excess(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name: str)
     layout, tokens = RowLayout.of(costs, name, plan.modules[name]), sizes.tokens[name]
     if layout.sharing == 1 or not tokens.sum():
         return 1.0
-    return float(weighted_sum(layout.excess(tokens, sizes.squares[name]), tokens) / tokens.sum())
+    return float(weighted_sum(layout.excess(tokens, sizes.whole_squares(name)), tokens) / tokens.sum())
 
 
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:

@@ -173,10 +173,10 @@ class LayerTable:
 
 
 def with_ends(times: NDArray) -> NDArray:
-    """`[num_layers]` of `[num_layers + 2]`: the parts before and after the layers are with the first and last one."""
-    layers = times[1:-1].copy()
-    layers[0] += times[0]
-    layers[-1] += times[-1]
+    """`[..., layers]` of `[..., layers + 2]`: what is before and after the layers is with the first and last one."""
+    layers = times[..., 1:-1].copy()
+    layers[..., 0] += times[..., 0]
+    layers[..., -1] += times[..., -1]
     return layers
 
 

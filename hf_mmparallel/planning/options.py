@@ -69,9 +69,7 @@ class MeanMicrobatches:
     def layout(self, cp_size: int) -> RowLayout:
         """Memory layout of the samples of a microbatch."""
         if cp_size not in self._layouts:
-            mesh = tuple((rank,) for rank in range(cp_size))
-            module = ModulePlan(((Stage((0, 1), mesh),),))
-            self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, module)
+            self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, ModuleLayout((1,), cp_size=cp_size))
         return self._layouts[cp_size]
 
     def _computed_shares(self, layout: RowLayout, num_microbatches: int) -> NDArray:
@@ -197,8 +195,8 @@ class ModuleOptions:
         """The most cp ranks that a mean sample has work for: enough tokens each, or in an encoder whole images."""
         if self.name == LANGUAGE_MODEL:
             return max(self.tokens / _MIN_TOKENS_PER_CP_RANK, 1)
-        counts_images = self.module_spec.is_encoder and self.squares > 0 and not self.problem.sizes.in_windows
-        return max(self.tokens**2 / self.squares, 1) if counts_images else 1
+        squares = float(self.problem.sizes.whole_squares(self.name).mean())
+        return max(self.tokens**2 / squares, 1) if self.module_spec.is_encoder and squares else 1
 
     def expert_sizes(self, tp_size: int) -> list[int]:
         """Numbers of ranks that may share the experts of a layer, for some numbers of replicas and cp ranks."""

@@ -109,6 +109,7 @@ def test_cp_ranks_of_an_encoder_are_tried_up_to_the_images_of_a_sample():
 
     assert tried(images) == {1, 2, 4}
     assert tried(images, cp_size=3) == {3}
-    # squares that are those of windows don't tell how many images there are
-    assert tried(replace(images, in_windows=True)) == {1}
+    # squares that are those of windows don't tell how many images there are, but items do
+    windows = replace(images, squares={**images.squares, "vision": images.squares["vision"] / 4})
+    assert tried(replace(windows, items={"vision": np.full(16, 2)})) == {1, 2}
     assert tried(SampleSizes.uniform({"vision": 256, LANGUAGE_MODEL: 512}, 16)) == {1}
