@@ -205,7 +205,9 @@ class _ModuleMemory:
 
 
 @lru_cache(maxsize=1024)
-def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: bool, offloads: bool) -> _ModuleMemory:
+def _module_memory(
+    costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings
+) -> _ModuleMemory:
     module_spec = costs.spec.modules[module]
     needed = data_gradients(costs.spec)[module]
     trained = [
@@ -226,15 +228,15 @@ def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: b
             entries.append((saved, Polynomial(), Polynomial()))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
     moved = np.zeros_like(saved)
-    if offloads:  # while one layer computes, another one's travels
+    if storage.offload_activations:  # while one layer computes, another one's travels
         moved[1:-1] = saved[1:-1]
         forward, backward, saved = np.maximum(forward, moved) + moved, backward + 2 * moved, saved - moved
     return _ModuleMemory(_array(put_off), saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
 
 
-def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> NDArray:
+def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings) -> NDArray:
     """(num_layers, 3) bytes that layers save which are in host memory: per squared token, per token, constant."""
-    return _module_memory(costs, module, tp_size, checkpointing, offloads=True).moved[1:-1]
+    return _module_memory(costs, module, tp_size, checkpointing, storage).moved[1:-1]
 
 
 _Entry = tuple[Polynomial, Polynomial, Polynomial]
@@ -374,7 +376,7 @@ def _stage_memory(
 ) -> StageMemory:
     """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
-    entries = _module_memory(costs, module, tp_size, checkpointing, storage.offload_activations)
+    entries = _module_memory(costs, module, tp_size, checkpointing, storage)
     if not layers[0] and module_spec.row_shares(tp_size) > 1 and entries.needed[1]:
         saved = entries.saved.copy()
         saved[1] += _array([_hidden(costs, module_spec)])[0]  # all rows, from which the first layer takes its share

@@ -361,13 +361,12 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
                 shared[name, index] = transfers_in_passes(costs, plan, name, index)
             transfers = shared[name, index]
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
-            moves = module.storage.offload_activations
             kind = (name, stage.layers, stage.tp_size, link, first_rank, waits_ms, transfers)
             if kind not in known:
                 table = layer_table(costs, name, stage.tp_size, module.activation_checkpointing, first_rank)
                 known[kind] = _stage_cost(costs, name, stage, table, waits_ms)
-                if moves:
-                    moved = moved_bytes(costs, name, stage.tp_size, module.activation_checkpointing)
+                if module.storage.offload_activations:
+                    moved = moved_bytes(costs, name, stage.tp_size, module.activation_checkpointing, module.storage)
                     known[kind] = _with_moves(costs, known[kind], stage, table, moved)
                 if transfers is not None:
                     known[kind] = _with_transfers(known[kind], stage, table, transfers)

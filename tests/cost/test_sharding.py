@@ -223,7 +223,9 @@ def test_what_the_computation_does_not_hide_of_activations_that_travel_is_waited
     costs = analytic_costs(model(), HOST)
     plans = [resolve_plan(costs.spec, {"vision": ModulePlugin(offload_activations=own)}) for own in (False, True)]
     here, there = (stage_costs(costs, plan)["vision", 0, 0] for plan in plans)
-    of_token = moved_bytes(costs, "vision", 1, False)[:, 1] / HOST.host_link_bytes_per_ms
+    of_token = (
+        moved_bytes(costs, "vision", 1, False, plans[1].modules["vision"].storage)[:, 1] / HOST.host_link_bytes_per_ms
+    )
     for kind in (FORWARD, BACKWARD):
         layer_ms = layer_table(costs, "vision").of_kind(kind)[1:-1, 1]
         waits = np.maximum(of_token - layer_ms, 0).sum() + of_token[-1]

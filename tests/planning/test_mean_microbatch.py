@@ -90,7 +90,9 @@ def test_the_closed_form_ranks_as_steps_do(arrangement):
     closed, simulated = [], []
     for own in space:
         sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.estimates.items()}
-        if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.estimates.values()):
+        if set(sizes.values()) == {(2, 1, 1)} and not any(
+            c.kind.activation_checkpointing for c in own.estimates.values()
+        ):
             planner = step_planner(problem, space.candidate(own))
             simulated.append(planner.predict_batch(problem.batches[0]).step_ms)
             closed.append(own.step_ms)
