@@ -31,11 +31,10 @@ from .activations import (
     chain_widths,
     parameter_shares,
     put_off_activations,
-    saved_activations,
     transient_memory,
-    with_trainable,
 )
 from .devices import HostStep
+from .layer_table import layer_table
 from .layers import CostModel, Polynomial, data_gradients
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 
@@ -214,13 +213,13 @@ def _module_memory(
         any(use.parameter.trainable for use in costs.spec.uses.get((module, index), ()))
         for index in range(-1, module_spec.num_layers + 1)
     ]
-    entries, put_off = [], []
+    entries, put_off, table = [], [], layer_table(costs, module, tp_size, checkpointing)
     precision = Precision.of(module_spec, costs.value_bytes)
     for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
         uses = costs.spec.uses.get((module, index), ())
         put_off.append(put_off_activations(module_spec, uses, index, precision, tp_size))
         has_backward = needed[position] or trained[position]
-        saved = _saved(costs, module, index, tp_size) if has_backward else Polynomial()
+        saved = Polynomial(*table.saved[position].tolist()) if has_backward else Polynomial()
         if 0 <= index < module_spec.num_layers:
             recompute = checkpointing and has_backward
             entries.append(_layer_entry(costs, module_spec, index, tp_size, saved, recompute))
@@ -264,20 +263,6 @@ def _hidden(costs: CostModel, module_spec: ModuleSpec) -> Polynomial:
 
 def _array(polynomials: Iterable[Polynomial]) -> NDArray:
     return np.array([(p.square, p.token, p.constant) for p in polynomials])
-
-
-def _saved(costs: CostModel, module: str, index: int, tp_size: int) -> Polynomial:
-    """Saved bytes of a layer with its actual trainable parameters."""
-    layer, module_spec = costs.layers.layer(module, index, tp_size), costs.spec.modules[module]
-    uses = costs.spec.uses.get((module, index), ())
-    precision = Precision.of(module_spec, costs.value_bytes)
-    frozen, trained, actual = (
-        saved_activations(module_spec, parameters, index, precision, tp_size).token
-        for parameters in (with_trainable(uses, False), with_trainable(uses, True), uses)
-    )
-    # interpolates the source's values for a frozen and a fully trained layer, by the shapes of parameters
-    share = (actual - frozen) / (trained - frozen) if trained > frozen else 1.0
-    return layer.frozen_activations * (1 - share) + layer.activations * share
 
 
 @dataclass(frozen=True)

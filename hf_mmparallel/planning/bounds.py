@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost import CostModel, layer_table
+from ..cost.layer_table import LayerTable, with_ends
 from ..cost.row_sizes import RowLayout
-from ..cost.stage_times import LayerTable, with_ends
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..plan.layout import ModuleLayout
 from ..plan.methods import POLICIES

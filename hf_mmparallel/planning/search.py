@@ -65,9 +65,11 @@ class _Group:
         self.entries: list[Made | int] = []  # candidates, or their indices in the space
         self.columns = np.empty((3, 0))  # expected ms, least ms, and the estimated memory over the limit
         self._usual, self._seen = usual, list[float]()
+        self._known: tuple[tuple, tuple[bool, float, int]] | None = None  # what was asked last, and the answer
 
     def add(self, entries: Sequence[Made | int], *columns: NDArray | float) -> None:
         self.entries += entries
+        self._known = None
         added = np.stack([np.broadcast_to(column, len(entries)) for column in columns])
         self.columns = np.concatenate([self.columns, added], axis=1)
 
@@ -75,10 +77,16 @@ class _Group:
         """Learns from the step of an entry what may become of the others."""
         insort(self._seen, ratio)
         low, count = self._seen[int(_QUANTILE * len(self._seen))], len(self._seen)
-        self.ratio = (_SURE * self._usual + count * low) / (_SURE + count)
+        self.ratio, self._known = (_SURE * self._usual + count * low) / (_SURE + count), None
 
     def first(self, best_ms: float, gain: float, power: float) -> tuple[bool, float, int]:
         """Of the next entry: whether it is not expected to be the fastest, its place in the queue, and its index."""
+        asked = best_ms, gain, power
+        if self._known is None or self._known[0] != asked:
+            self._known = asked, self._first(*asked)
+        return self._known[1]
+
+    def _first(self, best_ms: float, gain: float, power: float) -> tuple[bool, float, int]:
         if not self.entries:
             return True, math.inf, -1
         expected_ms, least_ms, excess = self.columns
@@ -95,6 +103,7 @@ class _Group:
         entry, (expected_ms, least_ms, _) = self.entries[index], self.columns[:, index].tolist()
         self.entries[index], self.columns[:, index] = self.entries[-1], self.columns[:, -1]
         self.entries.pop()
+        self._known = None
         self.columns = self.columns[:, :-1]
         return entry, expected_ms, least_ms
 
