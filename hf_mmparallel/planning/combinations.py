@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .options import ModuleOptions, ParallelConfig
+from .options import ModuleOptions, ParallelConfig, once
 
 _MAX_COMBINATIONS = 4096  # above which only the best ones per number of ranks are combined with a third module
 _MAX_PER_RANK_COUNT = 32  # combinations per number of ranks
@@ -69,7 +69,7 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
     blocks = []
     for index in range(len(options.kinds)):
         for dp_size in dp_sizes:
-            fixed = options.known(_fixed_columns, index, dp_size)
+            fixed = _fixed_columns(options, index, dp_size)
             if len(fixed["pp_size"]):
                 blocks.append(_columns(options, num_microbatches, fixed, index, dp_size))
     names = [f.name for f in fields(LayoutTable) if f.name != "kinds"]
@@ -81,6 +81,7 @@ def layout_table(options: ModuleOptions, num_microbatches: int, dp_sizes: Sequen
     return LayoutTable(options.kinds, **columns)
 
 
+@once
 def _fixed_columns(options: ModuleOptions, kind_index: int, dp_size: int) -> dict[str, NDArray]:
     """The columns that do not depend on microbatches, of layouts that differ only in their number of stages."""
     kind = options.kinds[kind_index]
@@ -102,6 +103,7 @@ def _fixed_columns(options: ModuleOptions, kind_index: int, dp_size: int) -> dic
     }
 
 
+@once
 def _sized_columns(options: ModuleOptions, kind: ParallelConfig, num_samples: float) -> tuple[Any, ...]:
     """Times and bytes of microbatches of a size in a kind of layouts, within nodes and over them."""
     placed = [
@@ -118,7 +120,7 @@ def _columns(
     """The columns of layouts that differ only in their number of stages."""
     kind, count, pp_size = options.kinds[kind_index].with_shards(dp_size), num_microbatches, fixed["pp_size"]
     num_samples = options.problem.global_batch_size / dp_size / count
-    within, over, running, (saved, least_saved) = options.known(_sized_columns, kind, num_samples)
+    within, over, running, (saved, least_saved) = _sized_columns(options, kind, num_samples)
     crosses = fixed["num_ranks"] > options.ranks_within_nodes(kind)
     slowest = np.where(crosses, over[0][pp_size - 1], within[0][pp_size - 1])
     through = np.where(crosses, over[1], within[1])

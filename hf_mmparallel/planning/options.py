@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,22 @@ from ..plan.resolve import possible_ep_sizes
 from .partition import partition_all
 from .problem import PlanningProblem
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def once(method: _Method) -> _Method:
+    """Computes a method of an object once for each of its arguments."""
+
+    @wraps(method)
+    def known(owner: Any, *arguments: Any) -> Any:
+        values, key = owner.__dict__.setdefault("_known", {}), (method, *arguments)
+        if key not in values:
+            values[key] = method(owner, *arguments)
+        return values[key]
+
+    return cast(_Method, known)
+
+
 # Mean size of the microbatches of a module, before any batch is arranged.
 
 _LENGTH_ARRANGEMENTS = ("hierarchical", "tapered")  # arrangements that group samples of similar length
@@ -43,9 +59,6 @@ class MeanMicrobatches:
         sizes = problem.sizes
         self.tokens, self.squares = (float(values[name].mean()) for values in (sizes.tokens, sizes.squares))
         self.batch = problem.batches[0]
-        self._layouts: dict[int, RowLayout] = {}
-        self._shares: dict[tuple[RowLayout, int], NDArray] = {}
-        self._groups: dict[int, Sequence[NDArray]] = {}
 
     def sizes(self, cp_size: int, num_samples: float, padded: bool = True) -> NDArray:
         """
@@ -56,31 +69,28 @@ class MeanMicrobatches:
         if not padded:
             layout = replace(layout, block=1, sharing=1)
         grows = padded and self.grows(cp_size)
-        key = layout, min(max(1, round(count / num_samples)), count) if grows else count
-        if key not in self._shares:
-            self._shares[key] = self._computed_shares(*key)
-        return num_samples * np.array([self.tokens, self.squares, self.squares]) * self._shares[key]
+        shares = self._shares(layout, min(max(1, round(count / num_samples)), count) if grows else count)
+        return num_samples * np.array([self.tokens, self.squares, self.squares]) * shares
 
     def grows(self, cp_size: int) -> bool:
         """Tells whether a microbatch of several samples computes more than its samples alone."""
         layout = self.layout(cp_size)
         return layout.padded or layout.block > 1 or layout.sharing > 1
 
+    @once
     def layout(self, cp_size: int) -> RowLayout:
         """Memory layout of the samples of a microbatch."""
-        if cp_size not in self._layouts:
-            self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, ModuleLayout((1,), cp_size=cp_size))
-        return self._layouts[cp_size]
+        return RowLayout.of(self.problem.costs, self.name, ModuleLayout((1,), cp_size=cp_size))
 
-    def _computed_shares(self, layout: RowLayout, num_microbatches: int) -> NDArray:
+    @once
+    def _shares(self, layout: RowLayout, num_microbatches: int) -> NDArray:
         """`[3]`: size of all microbatches of a batch, over the tokens and squared sequence lengths of its samples."""
-        if num_microbatches not in self._groups:
-            self._groups[num_microbatches] = self._split(num_microbatches)
-        computed = layout.of_groups(self.batch, self.name, self._groups[num_microbatches]).sum(axis=0)
+        computed = layout.of_groups(self.batch, self.name, self._split(num_microbatches)).sum(axis=0)
         tokens, squares = float(self.batch.tokens[self.name].sum()), float(self.batch.squares[self.name].sum())
         whole = np.array([tokens, squares, squares])
         return np.divide(computed, whole, out=np.array([1.0, 1.0, 0.0]), where=whole > 0)
 
+    @once
     def _split(self, num_microbatches: int) -> Sequence[NDArray]:
         """Splits the samples of a batch into microbatches."""
         count = self.batch.num_samples
@@ -152,20 +162,6 @@ class ModuleOptions:
         self.microbatches = MeanMicrobatches(problem, name)
         self.storage = problem.storage_of(name)
         self.tokens, self.squares = self.microbatches.tokens, self.microbatches.squares
-        self._slowest_stages: dict[tuple[ParallelConfig, float], NDArray] = {}
-        self._layers: dict[tuple[ParallelConfig, float], NDArray] = {}
-        self._states: dict[tuple[ParallelConfig, int, bool], tuple[float, float, float]] = {}
-        self._sums: dict[tuple[ParallelConfig, int, int], tuple[float, float]] = {}
-        self._unevenness: dict[int, float] = {}
-        self._known: dict[tuple, Any] = {}
-        self._memories: dict[tuple, StageMemory] = {}
-        self._collectives: dict[tuple[Collective, int, int], CollectiveTime] = {}
-
-    def known(self, compute: Callable[..., Any], *key: Any) -> Any:
-        """What a function says of these options, computed once for each key."""
-        if (compute, *key) not in self._known:
-            self._known[compute, *key] = compute(self, *key)
-        return self._known[compute, *key]
 
     @property
     def max_stages(self) -> int:
@@ -327,15 +323,13 @@ class ModuleOptions:
 
     def layer_ms(self, kind: ParallelConfig, num_samples: float) -> NDArray:
         """Forward and backward time of a mean microbatch in each layer `[num_layers]`."""
-        key = self._timed(kind, num_samples)
-        if key not in self._layers:
-            self._layers[key] = self._layer_ms(self.costs(kind), kind, num_samples)
-        return self._layers[key]
+        return self._layer_ms(self.costs(kind), *self._timed(kind, num_samples))
 
     def _timed(self, kind: ParallelConfig, num_samples: float) -> tuple[ParallelConfig, float]:
         """What times of layers depend on."""
         return kind if kind.shares_passes else replace(kind, sharding=ShardingSettings()), num_samples
 
+    @once
     def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float) -> NDArray:
         table = layer_table(costs, self.name, kind.tp_size, kind.activation_checkpointing, kind.first_rank)
         tokens, squares, _ = self._sizes(kind, num_samples)
@@ -364,11 +358,11 @@ class ModuleOptions:
 
     def slowest_stages_ms(self, kind: ParallelConfig, num_samples: float) -> NDArray:
         """float64 `[max_stages]`: time on the slowest of 1, 2, ... stages, see [`~ModuleOptions.layer_ms`]."""
-        key = self._timed(kind, num_samples)
-        if key not in self._slowest_stages:
-            costs = self.layer_ms(kind, num_samples)
-            self._slowest_stages[key] = partition_all(costs, self.max_stages).slowest_stages_ms
-        return self._slowest_stages[key]
+        return self._slowest_stages_ms(*self._timed(kind, num_samples))
+
+    @once
+    def _slowest_stages_ms(self, kind: ParallelConfig, num_samples: float) -> NDArray:
+        return partition_all(self.layer_ms(kind, num_samples), self.max_stages).slowest_stages_ms
 
     def layout(self, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float) -> ModuleLayout:
         """The layout with stages balanced for microbatches of `num_samples`."""
@@ -390,36 +384,30 @@ class ModuleOptions:
         padded, alone = (np.add(*table.sample_ms(tokens, squares)) for squares, tokens in sizes)
         return sorted(padded.tolist(), reverse=True), sorted(alone.tolist(), reverse=True)
 
+    @once
     def unevenness(self, count: int) -> float:
         """Largest over mean part of a batch, split by the longest-processing-time rule."""
-        if count not in self._unevenness:
-            loads = [0.0] * count
-            for time_ms in self._sample_ms[count >= self.microbatches.batch.num_samples]:
-                heapq.heapreplace(loads, loads[0] + time_ms)
-            mean = sum(loads) / count
-            self._unevenness[count] = max(loads) / mean if mean else 1.0
-        return self._unevenness[count]
+        loads = [0.0] * count
+        for time_ms in self._sample_ms[count >= self.microbatches.batch.num_samples]:
+            heapq.heapreplace(loads, loads[0] + time_ms)
+        mean = sum(loads) / count
+        return max(loads) / mean if mean else 1.0
 
     def _memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
         """Memory of a stage with layers `first` to `stop`."""
-        sharding = kind.sharding if kind.shares_passes else ShardingSettings()
-        key = replace(kind, sharding=sharding, first_rank=0, num_shards=1), first, stop
-        if key not in self._memories:
-            firsts = range(0, kind.num_ranks, kind.tp_size)
-            mesh = tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts)
-            stage = Stage((first, stop), mesh)
-            # With several copies, tasks hold what passes gather.
-            replicas = ((stage,),) * (2 if kind.shares_passes else 1)
-            module = ModulePlan(
-                replicas,
-                kind.activation_checkpointing,
-                sharding=replace(sharding, shard_size=None),
-                storage=self.storage,
-            )
-            alone = ParallelPlan({self.name: module})
-            self._memories[key] = stage_memory(self.costs(kind), alone, self.name, stage)
-        return self._memories[key]
+        sharding = replace(kind.sharding, shard_size=None) if kind.shares_passes else ShardingSettings()
+        return self._stage_memory(replace(kind, sharding=sharding, first_rank=0, num_shards=1), first, stop)
 
+    @once
+    def _stage_memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
+        firsts = range(0, kind.num_ranks, kind.tp_size)
+        stage = Stage((first, stop), tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts))
+        # With several copies, tasks hold what passes gather.
+        replicas, again = ((stage,),) * (2 if kind.shares_passes else 1), kind.activation_checkpointing
+        module = ModulePlan(replicas, again, sharding=kind.sharding, storage=self.storage)
+        return stage_memory(self.costs(kind), ParallelPlan({self.name: module}), self.name, stage)
+
+    @once
     def _state_bytes(self, kind: ParallelConfig, first: int, stop: int, dp_size: int) -> float:
         """Weights, gradients and optimizer state of a stage with layers `first` to `stop`, and what stays gathered."""
         state = self._memory(replace(kind, sharding=ShardingSettings()), first, stop).state
@@ -430,12 +418,9 @@ class ModuleOptions:
 
     def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False, dp_size: int = 1) -> Any:
         """Estimated bytes of a first or last stage besides activations; `dp_size` replicas may divide them."""
-        num_layers, key = self.module_spec.num_layers, (kind, dp_size, last)
-        if key not in self._states:
-            end, layer = self._end_layers[-1 if last else 0]
-            layers = ((0, num_layers), end, layer)
-            self._states[key] = tuple(self._state_bytes(kind, *own, dp_size) for own in layers)  # type: ignore[assignment]
-        whole, end, layer = self._states[key]
+        num_layers = self.module_spec.num_layers
+        layers = ((0, num_layers), *self._end_layers[-1 if last else 0])
+        whole, end, layer = (self._state_bytes(kind, *own, dp_size) for own in layers)
         return np.where(pp_size == 1, whole, end + (num_layers / pp_size - 1) * layer)
 
     def _ends(self, kind: ParallelConfig) -> tuple[tuple[StageMemory, StageMemory], ...]:
@@ -488,14 +473,9 @@ class ModuleOptions:
         """Time of a stage's gradient sums, of the optimizer step, and of gathering weights after it."""
         return sum(self.sums_and_update_ms(kind, dp_size, pp_size))
 
+    @once
     def sums_and_update_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> tuple[float, float]:
         """Time of a stage's gradient sums, and of the optimizer step with the gathering of weights after it."""
-        key = kind, dp_size, pp_size
-        if key not in self._sums:
-            self._sums[key] = self._computed_sync_ms(kind, dp_size, pp_size)
-        return self._sums[key]
-
-    def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> tuple[float, float]:
         num_parts, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
         stride = num_parts  # from one copy to the next
         weights, gradients, experts = (num_bytes / num_parts for num_bytes in self._trained_bytes)
@@ -523,10 +503,11 @@ class ModuleOptions:
 
     def _time_ms(self, collective: Collective, num_bytes: float, num_ranks: int, stride: int) -> float:
         """Time of a collective over ranks at a distance of `stride`."""
-        key = collective, num_ranks, stride
-        if key not in self._collectives:
-            self._collectives[key] = collective(self.problem.costs.device, range(0, num_ranks * stride, stride))
-        return self._collectives[key](num_bytes)
+        return self._collective(collective, num_ranks, stride)(num_bytes)
+
+    @once
+    def _collective(self, collective: Collective, num_ranks: int, stride: int) -> CollectiveTime:
+        return collective(self.problem.costs.device, range(0, num_ranks * stride, stride))
 
     def saved_bytes(self, kind: ParallelConfig, num_samples: float = 1.0, padded: bool = True) -> float:
         """Saved activations of all layers for a mean microbatch on each rank."""
