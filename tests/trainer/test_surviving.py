@@ -135,6 +135,7 @@ def test_processes_that_join_change_no_number(tmp_path: Path, case: str):
     assert (tmp_path / "run" / "recovery.png").is_file()
 
 
+@pytest.mark.deep
 @live
 def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
     deaths = ["1:2:forward:term", "0:6:norm:term"]  # the second one is the first rank, after the sums of its step
@@ -146,6 +147,7 @@ def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.deep
 @live
 def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     run = _run("two copies", tmp_path, ["1:5:optimizer:term"])
@@ -154,6 +156,7 @@ def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     assert (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").is_file()
 
 
+@pytest.mark.deep
 @live
 def test_a_job_that_could_not_go_on_is_started_again_from_its_last_checkpoint(tmp_path: Path):
     """One of two ranks, each on a host, dies, the other saves step 6; then both die before the next one is due."""
