@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,9 @@ from .parallel_plan import (
     StorageSettings,
     fitting_virtual_stages,
     layout_text,
+    settings_of,
 )
+from .plugin import ModulePlugin
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,13 @@ class ModuleLayout:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.sizes.values())
+
+    @classmethod
+    def of(cls, plugin: ModulePlugin, layers: tuple[int, ...], host: str | None = None) -> ModuleLayout:
+        """The layout that a user asks for, with so many layers in each stage."""
+        known = (f.name for f in fields(cls) if f.name not in ("layers", "host", "vp_size"))
+        settings = {name: getattr(plugin, name) for name in known}
+        return cls(layers, **settings, vp_size=plugin.vp_size or 1, host=host)
 
     def setting(self, name: str) -> Any:
         """The value of a setting of [`ModulePlugin`] that a search keeps."""
@@ -116,7 +125,6 @@ def plan_from(
     for name in spec.modules:
         layout = layouts[name]
         replicas = layout.stages(spec, name, first_ranks[layout.host or name])
-        settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage)
-        modules[name] = ModulePlan(replicas, *settings, layout.ep_size)
+        modules[name] = ModulePlan(replicas, **settings_of(layout))
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
     return with_split_backwards(plan, spec.modules, spec.tied, split_backward)
