@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments, TimelineCallback
@@ -34,7 +35,7 @@ from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.trainer import recovery as recovery_module
 from hf_mmparallel.trainer.checkpoint_saves import CheckpointSaves
 from hf_mmparallel.trainer.survival import Survival
-from hf_mmparallel.world import Membership
+from hf_mmparallel.world import Membership, track_activity
 
 try:
     from benchmarks import counted_device, fake_trackers
@@ -173,6 +174,10 @@ class Deaths:
                 if way == "cut":
                     (self.folder / "cut").touch()
                     time.sleep(1000)
+                if way == "hang":
+                    self.planned = []
+                    _wait_in_vain()
+                    return
                 if way == "kill_host":
                     _kill_host()
                 if way.startswith("term"):
@@ -220,6 +225,12 @@ class Deaths:
         if joins_job():
             self.before(Membership, "register", "waiting", after=True)
             self.before(recovery_module.Recovery, "wait_to_join", "told", after=True)
+
+
+def _wait_in_vain() -> None:
+    """Waits for a message of another rank that never comes."""
+    with track_activity("waiting for nothing", waits=True):
+        dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=7)
 
 
 def _kill_host() -> None:

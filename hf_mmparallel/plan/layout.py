@@ -21,13 +21,14 @@ from .parallel_plan import (
     fitting_virtual_stages,
     layout_text,
 )
+from .plugin import ModulePlugin
 
 
 @dataclass(frozen=True)
 class ModuleLayout:
     """The layout of one module with equal replicas, as users name it and a search finds it."""
 
-    layers: tuple[int, ...]  # of each stage, in the order of the model
+    layers: tuple[int, ...] = ()  # of each stage, in the order of the model; none in the settings of any stages
     dp_size: int = 1  # number of replicas
     cp_size: int = 1
     tp_size: int = 1
@@ -38,6 +39,37 @@ class ModuleLayout:
     vp_size: int = 1  # stages of each rank of a pipeline
     ep_size: int = 1  # ranks of its dp x cp x tp that share the experts of each layer
     host: str | None = None  # the module whose ranks it is on, in their order; ranks of its own by default
+
+    @classmethod
+    def of_plugin(cls, plugin: ModulePlugin, layers: tuple[int, ...] = ()) -> ModuleLayout:
+        """The layout that a user names, with the layers of its stages."""
+        return cls(
+            layers,
+            plugin.dp_size,
+            plugin.cp_size,
+            plugin.tp_size,
+            plugin.activation_checkpointing,
+            plugin.sharding,
+            plugin.storage,
+            plugin.context,
+            plugin.vp_size or 1,
+            plugin.ep_size,
+        )
+
+    @classmethod
+    def of_plan(cls, module: ModulePlan) -> ModuleLayout:
+        """The sizes and settings of a module of a plan, without its stages."""
+        return cls(
+            (),
+            module.dp_size,
+            module.cp_size,
+            module.tp_size,
+            module.activation_checkpointing,
+            module.sharding,
+            module.storage,
+            module.context,
+            ep_size=module.ep_size,
+        )
 
     @property
     def zero_stage(self) -> int:
@@ -71,6 +103,11 @@ class ModuleLayout:
             return self
         layers = (n // vp_size + (turn < n % vp_size) for turn in range(vp_size) for n in self.layers)
         return replace(self, layers=tuple(layers), vp_size=vp_size)
+
+    def plan(self, replicas: tuple[tuple[Stage, ...], ...]) -> ModulePlan:
+        """The module with stages on ranks."""
+        settings = (self.activation_checkpointing, self.context, self.sharding, self.storage)
+        return ModulePlan(replicas, *settings, self.ep_size)
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
@@ -116,7 +153,6 @@ def plan_from(
     for name in spec.modules:
         layout = layouts[name]
         replicas = layout.stages(spec, name, first_ranks[layout.host or name])
-        settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage)
-        modules[name] = ModulePlan(replicas, *settings, layout.ep_size)
+        modules[name] = layout.plan(replicas)
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
     return with_split_backwards(plan, spec.modules, spec.tied, split_backward)

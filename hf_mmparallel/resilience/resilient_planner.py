@@ -50,10 +50,12 @@ class ResilientPlanner:
 
     def __post_init__(self):
         check_guarantee(self.num_nodes, self.fewest, self.failures)
-        if self.plans.num_microbatches <= self.failures:
+        if self.plans.num_turns <= self.failures:
+            copies = self.plans.chain.copies
+            each = "one" if copies == 1 else f"one for each of its {copies} copies of the model"
             raise ValueError(
                 f"{self.plans.num_microbatches} microbatches are too few for {self.failures + 1} pipelines, "
-                "each of which needs one. Use a larger global batch or smaller microbatches."
+                f"each of which needs {each}. Use a larger global batch or smaller microbatches."
             )
         self._check_sums()
 
@@ -73,7 +75,7 @@ class ResilientPlanner:
         chain = self.plans.chain.chain
         deepest = chain.num_layers * max(chain.rank_counts) // self.node_size  # with one layer for each stage
         for most in (min(self.num_nodes, deepest), deepest):
-            found = fewest_nodes(chain, self.node_size, most, self.plans.num_microbatches)
+            found = fewest_nodes(chain, self.node_size, most, self.plans.num_turns)
             if found is not None:
                 return found
         raise ValueError(self._why_no_copy())
@@ -125,7 +127,7 @@ class ResilientPlanner:
         known = {pipeline.nodes: pipeline.layout for pipeline in state.pipelines}
         left = self._changed(state, [lost]).pipelines
         layouts = [known.get(nodes) or self.layout(len(nodes)) for nodes in left]
-        return Instantiation.of(layouts, self.plans.num_microbatches).step_ms
+        return Instantiation.of(layouts, self.plans.num_turns).step_ms
 
     def adopt(self, plan: ParallelPlan) -> ClusterPlan:
         """
@@ -169,7 +171,7 @@ class ResilientPlanner:
         """
         whole = [one for one in state.pipelines if not set(one.nodes).intersection(lost)]
         if whole:  # nothing has to be copied
-            return self.plans.of([min(whole, key=lambda one: len(one.nodes))], [self.plans.num_microbatches])
+            return self.plans.of([min(whole, key=lambda one: len(one.nodes))])
         try:
             return replace(self, failures=0).without(state, lost)
         except ValueError as error:
@@ -235,7 +237,7 @@ class ResilientPlanner:
     def _finalists(self, num_nodes: int) -> list[list[int]]:
         """Nodes of each pipeline of the fastest instantiations by the closed form, the largest pipeline first."""
         check_guarantee(num_nodes, self.fewest, self.failures)
-        templates, total = self._templates_of(num_nodes), self.plans.num_microbatches
+        templates, total = self._templates_of(num_nodes), self.plans.num_turns
         found = fastest_instantiations(templates, num_nodes, self.failures + 1, total, NUM_FINALISTS)
         return [[template.num_nodes for template in one.pipelines] for one in found]
 
@@ -265,7 +267,7 @@ class ResilientPlanner:
         """The template of each number of nodes, for their share of the microbatches; `None` if there is none."""
         counts = list(node_counts)
         missing = [count for count in counts if count not in self._known]
-        total, chain = self.plans.num_microbatches, self.plans.chain.chain
+        total, chain = self.plans.num_turns, self.plans.chain.chain
         # After failures it computes more, and may have as many in flight as it has stages.
         search = TemplateSearch(chain, self.node_size, max(missing, default=0), total)
         for count in missing:
@@ -298,7 +300,7 @@ class ResilientPlanner:
                 f"nodes, but {self._cut_text(largest)}. Use smaller nodes or a larger `tp_size`."
             )
         for num_nodes in range(self.num_nodes, self.fewest_guaranteed - 1, -1):
-            most = min(num_nodes // self.fewest, self.plans.num_microbatches)
+            most = min(num_nodes // self.fewest, self.plans.num_turns)
             if most * largest < num_nodes:
                 raise ValueError(self._why_not_all(num_nodes))
 
@@ -306,8 +308,9 @@ class ResilientPlanner:
         """Raises `ValueError` unless pipelines of a plan of the user can be kept up by templates."""
         if len(pipelines) <= self.failures:
             raise ValueError(
-                f"The plan has {len(pipelines)} copies of the model; to survive {self.failures} failures at once it "
-                f"needs {self.failures + 1}. Use `dp_size={self.failures + 1}` in all modules, or guarantee "
+                f"The plan has {len(pipelines)} copies of the model on nodes of their own; to survive {self.failures} "
+                f"failures at once it needs {self.failures + 1}. Use "
+                f"`dp_size={(self.failures + 1) * self.plans.chain.copies}` in all modules, or guarantee "
                 f"{len(pipelines) - 1}."
             )
         sizes = [len(pipeline.nodes) for pipeline in pipelines]
@@ -325,7 +328,7 @@ class ResilientPlanner:
 
     def _why_not_all(self, num_nodes: int) -> str:
         """Why no pipelines use all nodes."""
-        total, largest = self.plans.num_microbatches, self._templates_of(num_nodes)[-1].num_nodes
+        total, largest = self.plans.num_turns, self._templates_of(num_nodes)[-1].num_nodes
         most = min(num_nodes // self.fewest, total)
         return (
             f"{num_nodes} nodes can't all be used. {most} pipelines, each of {self.fewest} nodes or more and with one "
