@@ -25,6 +25,7 @@ try:
     from benchmarks.chaos_worker import (
         BEST,
         HOST_WAYS,
+        OWN_RATE,
         POINTS,
         MovingAverage,
         Samples,
@@ -37,6 +38,7 @@ except ImportError:  # run as a script
     from chaos_worker import (
         BEST,
         HOST_WAYS,
+        OWN_RATE,
         POINTS,
         MovingAverage,
         Samples,
@@ -142,8 +144,6 @@ def _copies(*replicas: Sequence[tuple[int, int, Sequence[int]]]) -> dict[str, An
     return {"replicas": stages}
 
 
-OWN_RATE = {"learning_rate": 2e-2, "weight_decay": 0.1}
-"""Settings of a module with groups of the optimizer of its own."""
 LAYOUTS = {
     "two copies": Layout(2, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "colocate_with": "vision"}}),
     "three copies": Layout(3, {"vision": {"dp_size": 3}, "language_model": {"dp_size": 3, "colocate_with": "vision"}}),
@@ -165,18 +165,15 @@ LAYOUTS = {
     "shared state": Layout(  # of two copies on the first node, and of two, in two stages, on the others
         6,
         {
-            "modules": {"vision": OWN_RATE},
-            "plan": {
-                "modules": {
-                    "vision": _copies(*([(0, 4, (rank,))] for rank in range(4)))
-                    | {"sharding": {"zero_stage": 2, "shard_size": 2}},
-                    "language_model": _copies(
-                        *([(0, 4, (rank,))] for rank in (0, 1)),
-                        *([(0, 1, (rank,)), (1, 4, (rank + 2,))] for rank in (2, 3)),
-                    )
-                    | {"sharding": {"zero_stage": 3, "shard_size": 2}},
-                }
-            },
+            "modules": {
+                "vision": _copies(*([(0, 4, (rank,))] for rank in range(4)))
+                | {"sharding": {"zero_stage": 2, "shard_size": 2}},
+                "language_model": _copies(
+                    *([(0, 4, (rank,))] for rank in (0, 1)),
+                    *([(0, 1, (rank,)), (1, 4, (rank + 2,))] for rank in (2, 3)),
+                )
+                | {"sharding": {"zero_stage": 3, "shard_size": 2}},
+            }
         },
         2,
     ),

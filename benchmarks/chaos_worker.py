@@ -324,6 +324,8 @@ class MovingAverage(TrainerCallback):
         return {name: average.clone() for name, average in found.items() if type(average) is torch.Tensor}
 
 
+OWN_RATE = {"learning_rate": 2e-2, "weight_decay": 0.1}
+"""Settings of an encoder with groups of the optimizer of its own, beside a whole plan."""
 BEST = {"load_best_model_at_end": True, "eval_steps": 4}
 """Arguments of a run that keeps the best checkpoint: it evaluates before each save."""
 
@@ -362,6 +364,7 @@ def main() -> None:
     parser.add_argument("--async_save", action="store_true")
     parser.add_argument("--log_predictions", action="store_true")
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--own_rate", action="store_true", help="a learning rate and weight decay of the encoder")
     parser.add_argument("--best", action="store_true", help="load the best checkpoint at the end")
     parser.add_argument("--average", action="store_true", help="keep a moving average of weights")
     parser.add_argument("--trackers", action="store_true", help="report to stand-ins of trackers")
@@ -409,8 +412,11 @@ def train(options: argparse.Namespace, deaths: Deaths, strikes: Strikes, member:
         spec = options.folder / f"gpu-{member}.yaml"
         spec.write_text("name: counted\nlike: h100\n")
         more["gpu_spec"] = str(spec)
+    parallel = json.loads(options.parallel)
+    if options.own_rate:
+        parallel = {"plan": parallel, "modules": {"vision": OWN_RATE}}
     args = MultimodalTrainingArguments(
-        parallel=options.parallel,
+        parallel=parallel,
         resilience={"failures": options.failures, "ranks_per_node": options.ranks_per_node},
         global_batch_size=8,
         per_device_train_batch_size=2,

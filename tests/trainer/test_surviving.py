@@ -91,7 +91,6 @@ def test_losses_norms_and_weights_are_those_without_failures(
 
 # Layout, deaths, joins, who is lost and joins together, options
 JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
-    "after a loss": ("own ranks", ["1:2:forward:kill"], [Join(4)], [((1,), ()), ((), (4,))], []),
     "at the borders of epochs, and a loss between, with data workers and saves beside": (
         "two copies",
         ["1:7:norm:kill"],
@@ -118,7 +117,7 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
         ["5:3:sum:kill"],
         [Join(7, 2)],
         [((5,), ()), ((), (6, 7))],
-        [],
+        ["--own_rate"],
     ),
     "LoRA, rank 0 dies as others join": (
         "own ranks",
@@ -136,7 +135,7 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
 def test_processes_that_join_change_no_number(tmp_path: Path, case: str):
     layout, deaths, joins, expected, options = JOINS[case]
     run = _run(layout, tmp_path, deaths, *options, joins=joins)
-    assert not faults(run, LAYOUTS[layout], reference("--adapter" in options, own_rate=layout == "shared state"))
+    assert not faults(run, LAYOUTS[layout], reference("--adapter" in options, own_rate="--own_rate" in options))
     assert [(event["lost"], event["joined"]) for event in run.events] == expected
     assert all(f"hf-mmparallel launch: process{'es' if join.processes > 1 else ''} " in run.output for join in joins)
     assert (tmp_path / "run" / "recovery.png").is_file()
@@ -154,11 +153,24 @@ def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
 
 
 @live
+@pytest.mark.deep
 def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     run = _run("two copies", tmp_path, ["1:5:optimizer:term"])
     assert run.returncode == 1 and not run.results
     assert "TooFewNodesError: " in run.output.rstrip().splitlines()[-1]
     assert (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").is_file()
+
+
+@live
+@pytest.mark.deep
+def test_ranks_that_wait_for_each_other_meet_anew(tmp_path: Path):
+    """One waits for a message that nobody sends, in a step; no rank is lost, and nobody trains on another sample."""
+    layout = LAYOUTS["two copies"]
+    run = chaos.chaos_run(layout, _deaths("1:4:sum:hang"), tmp_path, TIMEOUT_S, flags=["--stall_timeout", "8"])
+    print(run.output[-8000:])
+    assert not faults(replace(run, strikes=[]), layout, reference())
+    (event,) = run.events
+    assert not event["lost"] and event["step"] == 3 and "waited for each other" in event["reasons"][0]
 
 
 @live
