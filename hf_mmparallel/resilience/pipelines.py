@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import count, islice
 from math import lcm
 
 from ..arrange import fastest_counts
@@ -19,17 +19,18 @@ from .templates import PipelineTemplate, step_ms
 
 
 @dataclass(frozen=True)
-class PipelineLayout:
-    """The stages of a pipeline at places, which nodes take: place `p` has the ranks from `p * node_size` on."""
+class Pipeline:
+    """The copies of the model that are on the same nodes."""
 
-    num_nodes: int  # number of places
-    replicas: Mapping[str, tuple[tuple[Stage, ...], ...]]  # by module: the stages of each copy
+    nodes: tuple[int, ...]  # of each place
+    # by module: the stages of each copy, on ranks of places, of which place `p` has those from `p * node_size` on
+    replicas: Mapping[str, tuple[tuple[Stage, ...], ...]]
     fill_ms: float  # one microbatch of each copy through all stages and back
     slowest_ms: float  # a microbatch on the busiest ranks
 
     @classmethod
-    def of_template(cls, chain: ModelChain, template: PipelineTemplate) -> PipelineLayout:
-        """The layout of a template of a chain."""
+    def of_template(cls, chain: ModelChain, template: PipelineTemplate) -> Pipeline:
+        """The pipeline of a template of a chain, on the first nodes."""
         stages: dict[str, list[tuple[Stage, ...]]] = {name: [] for name in chain.spec.modules}
         first = 0
         for stage in template.stages:
@@ -38,19 +39,19 @@ class PipelineLayout:
                 stages[name].append(stages_on(chain.layouts[name], layers, ranks))
             first += stage.num_ranks
         replicas = {name: tuple(zip(*of_module, strict=True)) for name, of_module in stages.items()}
-        return cls(template.num_nodes, replicas, template.fill_ms, template.slowest_ms)
+        return cls(tuple(range(template.num_nodes)), replicas, template.fill_ms, template.slowest_ms)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    def on(self, nodes: Iterable[int]) -> Pipeline:
+        """The same stages on other nodes."""
+        return replace(self, nodes=tuple(nodes))
 
     def step_ms(self, num_microbatches: int) -> float:
         """Time of a step of a number of microbatches."""
         return step_ms(self.fill_ms, self.slowest_ms, num_microbatches)
-
-
-@dataclass(frozen=True)
-class Pipeline:
-    """The copies of the model that are on the same nodes."""
-
-    nodes: tuple[int, ...]  # of each place of the layout
-    layout: PipelineLayout
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class ClusterPlan(PlacedPlan):
     @property
     def step_ms(self) -> float:
         """Time until the last pipeline has computed its microbatches, in closed form; see [`StepTimes`]."""
-        return max(pipeline.layout.step_ms(max(counts)) for pipeline, counts in self.of_pipelines)
+        return max(pipeline.step_ms(max(counts)) for pipeline, counts in self.of_pipelines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,23 +110,18 @@ class PipelinePlans:
         """Microbatches of a global batch that all copies of a pipeline compute at the same time, as one."""
         return self.num_microbatches // self.chain.copies
 
-    def consecutive(self, layouts: Sequence[PipelineLayout], counts: Sequence[int] | None = None) -> ClusterPlan:
+    def consecutive(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
         """The plan of pipelines on nodes that follow each other, from node 0 on, see [`~PipelinePlans.of`]."""
-        firsts = accumulate((layout.num_nodes for layout in layouts), initial=0)
-        pipelines = [
-            Pipeline(tuple(range(first, first + layout.num_nodes)), layout)
-            for first, layout in zip(firsts, layouts, strict=False)
-        ]
-        return self.of(pipelines, counts)
+        free = count()
+        return self.of([one.on(islice(free, one.num_nodes)) for one in pipelines], counts)
 
     def of(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
         """
         The plan of pipelines with these microbatches of each copy, by default such that the last pipeline is done as
         early as possible; raises `ValueError` if there are fewer microbatches than copies.
         """
-        layouts = [pipeline.layout for pipeline in pipelines]
         if counts is None:
-            copies = [one for one in layouts for _ in range(self.chain.copies)]
+            copies = [one for one in pipelines for _ in range(self.chain.copies)]
             fill_ms, slowest_ms = [one.fill_ms for one in copies], [one.slowest_ms for one in copies]
             counts = fastest_counts(fill_ms, slowest_ms, self.num_microbatches)
         nodes = sorted(node for pipeline in pipelines for node in pipeline.nodes)
@@ -135,7 +131,7 @@ class PipelinePlans:
             name: layout.plan(tuple(stages for replicas in placed for stages in replicas[name]))
             for name, layout in self.chain.layouts.items()
         }
-        are_alike = len(set(counts)) == 1 and all(one.replicas == layouts[0].replicas for one in layouts)
+        are_alike = len(set(counts)) == 1 and all(one.replicas == pipelines[0].replicas for one in pipelines)
         plan = ParallelPlan(
             modules,
             self.chain.spec.edges,
@@ -151,7 +147,7 @@ class PipelinePlans:
     def _placed(self, pipeline: Pipeline, first_rank: Mapping[int, int]) -> dict[str, tuple[tuple[Stage, ...], ...]]:
         """The stages of each copy of a pipeline on the ranks of its nodes."""
         ranks = [first_rank[node] + index for node in pipeline.nodes for index in range(self.node_size)]
-        return {name: on_ranks(replicas, ranks) for name, replicas in pipeline.layout.replicas.items()}
+        return {name: on_ranks(replicas, ranks) for name, replicas in pipeline.replicas.items()}
 
 
 def on_ranks(
@@ -240,8 +236,7 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
         placed = {
             name: on_ranks(module.replicas[own.start : own.stop], places) for name, module in plan.modules.items()
         }
-        layout = PipelineLayout(len(nodes), placed, sum(time_ms for _, time_ms in ms) / len(own), slowest_ms)
-        result.append(Pipeline(nodes, layout))
+        result.append(Pipeline(nodes, placed, sum(time_ms for _, time_ms in ms) / len(own), slowest_ms))
     return result
 
 

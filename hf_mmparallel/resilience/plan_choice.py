@@ -41,12 +41,12 @@ class StepTimes:
 
     def _simulated_ms(self, plan: ClusterPlan) -> float:
         """The simulated time, once for equal pipelines on whichever nodes."""
-        pairs = [(_key(one, counts), one.layout) for one, counts in plan.of_pipelines]
+        pairs = [(_key(one, counts), one) for one, counts in plan.of_pipelines]
         pairs.sort(key=lambda pair: (pair[0][0], pair[0][2]), reverse=True)
         key = tuple(key for key, _ in pairs)
         if key not in self._known:
             counts = [count for _, _, of_copies in key for count in of_copies]
-            self._known[key] = self._run(self.plans.consecutive([layout for _, layout in pairs], counts))
+            self._known[key] = self._run(self.plans.consecutive([pipeline for _, pipeline in pairs], counts))
         return self._known[key]
 
     def _run(self, plan: ClusterPlan) -> float:
@@ -70,7 +70,7 @@ class StepTimes:
 
 def _key(pipeline: Pipeline, counts: tuple[int, ...]) -> _PipelineKey:
     """What the times of a pipeline depend on."""
-    return len(pipeline.nodes), tuple(pipeline.layout.replicas.items()), counts
+    return len(pipeline.nodes), tuple(pipeline.replicas.items()), counts
 
 
 def _num_tasks(plan: ClusterPlan) -> int:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from ..plan import ParallelPlan
-from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans, adopt_pipelines
+from .pipelines import ClusterPlan, Pipeline, PipelinePlans, adopt_pipelines
 from .plan_choice import (
     DAY_S,
     LEAST_GAIN,
@@ -20,7 +20,7 @@ from .plan_choice import (
     reason_of_join,
     reason_text,
 )
-from .reconfiguration import Change, Reconfiguration, TooFewNodesError, without_nodes
+from .reconfiguration import Change, Nodes, TooFewNodesError, without_nodes
 from .state_copies import LostStateError, assign_nodes, common_holdings, reused_bytes, state_copies
 from .templates import (
     Instantiation,
@@ -90,7 +90,7 @@ class ResilientPlanner:
         The plan of nodes numbered from 0 whose simulated step is shortest, among the fastest by the closed form;
         raises `ValueError` if no pipelines use all nodes.
         """
-        finalists = [self.plans.consecutive(list(map(self.layout, sizes))) for sizes in self._finalists(num_nodes)]
+        finalists = [self.plans.consecutive(list(map(self.pipeline, sizes))) for sizes in self._finalists(num_nodes)]
         if not finalists:
             raise ValueError(self._why_not_all(num_nodes))
         times_ms = self._times.of(finalists)
@@ -117,17 +117,17 @@ class ResilientPlanner:
         state = self.first() if first is None else first
         yield state
         while len(state.nodes) > self.fewest_guaranteed:
-            alike = {(len(one.nodes), one.layout.fill_ms, one.layout.slowest_ms): one for one in state.pipelines}
+            alike = {(one.num_nodes, one.fill_ms, one.slowest_ms): one for one in state.pipelines}
             lost = max((one.nodes[0] for one in alike.values()), key=partial(self._mended_ms, state))
             state = self.without(state, [lost])
             yield state
 
     def _mended_ms(self, state: ClusterPlan, lost: int) -> float:
         """Time of a step without a node, in closed form, where as few pipelines change as possible."""
-        known = {pipeline.nodes: pipeline.layout for pipeline in state.pipelines}
-        left = self._changed(state, [lost]).pipelines
-        layouts = [known.get(nodes) or self.layout(len(nodes)) for nodes in left]
-        return Instantiation.of(layouts, self.plans.num_turns).step_ms
+        known = {pipeline.nodes: pipeline for pipeline in state.pipelines}
+        left, _ = self._changed(state, [lost])
+        pipelines = [known.get(nodes) or self.pipeline(len(nodes)) for nodes in left]
+        return Instantiation.of(pipelines, self.plans.num_turns).step_ms
 
     def adopt(self, plan: ParallelPlan) -> ClusterPlan:
         """
@@ -200,18 +200,18 @@ class ResilientPlanner:
             for plan, step_ms, one in zip(plans, self._times.of(plans), copies, strict=True)
         ]
 
-    def _changed(self, state: ClusterPlan, lost: Collection[int]) -> Reconfiguration:
-        """The pipelines without nodes by the paper's rules."""
+    def _changed(self, state: ClusterPlan, lost: Collection[int]) -> tuple[list[Nodes], list[Change]]:
+        """The pipelines without nodes by the paper's rules, and how they came about."""
         counts = range(self.fewest, max(self.num_nodes, len(state.nodes)) + 1)
         return without_nodes([one.nodes for one in state.pipelines], lost, counts, self.failures)
 
     def _mended(self, state: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
         """The plan after a loss of nodes in which as few pipelines change as possible."""
-        after = self._changed(state, lost)
+        after, changes = self._changed(state, lost)
         known = {pipeline.nodes: pipeline for pipeline in state.pipelines}
-        kept = [known[nodes] for nodes in after.pipelines if nodes in known]
-        changed = [[Pipeline(nodes, self.layout(len(nodes)))] for nodes in after.pipelines if nodes not in known]
-        return replace(self._placed(state, kept, changed), changes=after.changes)
+        kept = [known[nodes] for nodes in after if nodes in known]
+        changed = [[self.pipeline(len(nodes)).on(nodes)] for nodes in after if nodes not in known]
+        return replace(self._placed(state, kept, changed), changes=tuple(changes))
 
     def _rearranged(
         self, state: ClusterPlan, nodes: Collection[int], known: Sequence[int] | None = None
@@ -229,9 +229,7 @@ class ResilientPlanner:
                     kept.append(pipeline)
             changes = tuple(Change("divide", one.nodes) for one in state.pipelines if one not in kept)
             free = iter(sorted(left - {node for pipeline in kept for node in pipeline.nodes}))
-            changed = [
-                Pipeline(tuple(next(free) for _ in range(count)), self.layout(count)) for count in wanted.elements()
-            ]
+            changed = [self.pipeline(count).on(islice(free, count)) for count in wanted.elements()]
             yield replace(self._placed(state, kept, [changed]), changes=changes)
 
     def _finalists(self, num_nodes: int) -> list[list[int]]:
@@ -251,7 +249,7 @@ class ResilientPlanner:
         for group in groups:
             nodes = [node for pipeline in group for node in pipeline.nodes]
             placed = iter(assign_nodes(reused_bytes(held, needed, nodes, self.node_size), nodes))
-            changed += [replace(one, nodes=tuple(next(placed) for _ in one.nodes)) for one in group]
+            changed += [one.on(islice(placed, one.num_nodes)) for one in group]
         return self.plans.of([*kept, *changed])
 
     @cached_property
@@ -286,9 +284,9 @@ class ResilientPlanner:
         assert template is not None, f"there is a template of {num_nodes} nodes by theorem 2"
         return template
 
-    def layout(self, num_nodes: int) -> PipelineLayout:
-        """The stages of a pipeline of a number of nodes."""
-        return PipelineLayout.of_template(self.plans.chain, self._template_of(num_nodes))
+    def pipeline(self, num_nodes: int) -> Pipeline:
+        """A pipeline of a number of nodes, on the first ones."""
+        return Pipeline.of_template(self.plans.chain, self._template_of(num_nodes))
 
     def _check_sums(self) -> None:
         """Raises `ValueError` unless all numbers of nodes that failures leave can be used, and merged pipelines."""

@@ -28,7 +28,7 @@ from .._device import synchronize
 from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
-from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
+from ..world import Generation, Membership, World, failures_left_to, is_lost_connection, track_activity
 from ..world.generations import LEFT, Loss, put, take
 from ..world.membership import FinishedRunError, NoLossError
 
@@ -369,8 +369,9 @@ class Recovery:
         self._meet_until_done(stopped_at)
 
     def _meet_until_done(self, stopped_at: float) -> None:
-        while not self._meet(stopped_at):
-            pass
+        with track_activity("meeting the other ranks", waits=True):
+            while not self._meet(stopped_at):
+                pass
 
     def _meet(self, stopped_at: float) -> bool:
         """Whether the ranks that are left could meet, make groups, and agree on what is done."""

@@ -42,6 +42,7 @@ class Standing:
         self._count, self._since = activity.count, time.monotonic()
         self._last = ("", 0.0)  # kind of activity at the last look, and for how long
         self._longest_s: dict[str, float] = {}  # by kind
+        self.is_void = False  # whether all wait for each other in the current activity, whose time says nothing
         self._steps: set[int] = set()
 
     def look(self, now: float) -> dict[str, Any]:
@@ -50,7 +51,9 @@ class Standing:
         if activity.count != self._count:
             self._count, self._since = activity.count, now
             kind, stood_s = self._last
-            self._longest_s[kind] = max(stood_s, self._longest_s.get(kind, 0.0))
+            if not self.is_void:
+                self._longest_s[kind] = max(stood_s, self._longest_s.get(kind, 0.0))
+            self.is_void = False
         if activity.step is not None:
             self._steps.add(activity.step)
         self._last = re.sub(r"\d+", "", str(activity.doing)), now - self._since
@@ -392,6 +395,7 @@ class Membership:
         if generation.number <= self.newest.number:
             return
         was_member = self.id in self.newest.ids
+        self._standing.is_void |= bool(generation.anew)
         with self._news:
             self._known.append(generation)
             self._news.notify_all()

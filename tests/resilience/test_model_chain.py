@@ -15,7 +15,7 @@ from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, StepPlan, check_plan
 from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
-from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
+from hf_mmparallel.resilience.pipelines import Pipeline, PipelinePlans
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
 from hf_mmparallel.schedule.kinds import WHOLE_PASSES
@@ -32,10 +32,10 @@ SETTINGS = {
 
 def plan_of(chain: ModelChain, template: PipelineTemplate, copies: int = 1) -> ParallelPlan:
     """A plan of copies of one template."""
-    layout, count = PipelineLayout.of_template(chain, template), template.num_nodes
+    pipeline, count = Pipeline.of_template(chain, template), template.num_nodes
     node_size = sum(stage.num_ranks for stage in template.stages) // count
-    pipelines = [Pipeline(tuple(range(first, first + count)), layout) for first in range(0, copies * count, count)]
-    return PipelinePlans(chain, node_size, chain.microbatches.most * copies * chain.copies).of(pipelines).plan
+    plans = PipelinePlans(chain, node_size, chain.microbatches.most * copies * chain.copies)
+    return plans.consecutive([pipeline] * copies).plan
 
 
 def contiguous(chain: ModelChain, plan: ParallelPlan, num_samples: int) -> StepPlan:

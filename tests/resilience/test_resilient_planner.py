@@ -96,8 +96,8 @@ def check(planner: ResilientPlanner, state: ClusterPlan) -> None:
     copies = planner.plans.chain.copies
     assert all(module.dp_size == copies * len(state.pipelines) for module in state.plan.modules.values())
     assert sum(state.microbatches) == planner.plans.num_microbatches and min(state.microbatches) >= 1
-    layouts = [pipeline.layout for pipeline in state.pipelines for _ in range(copies)]
-    paces = [one.fill_ms for one in layouts], [one.slowest_ms for one in layouts]
+    each = [pipeline for pipeline in state.pipelines for _ in range(copies)]
+    paces = [one.fill_ms for one in each], [one.slowest_ms for one in each]
     assert list(state.microbatches) == fastest_counts(*paces, planner.plans.num_microbatches)
     assert list(state.members) == members_of(state.nodes, size)
     assert state.plan.world_size == len(state.members)
@@ -217,7 +217,7 @@ def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes
             assert chosen.fewest <= single.fewest
             for left in range(single.fewest_guaranteed, num_nodes + 1):
                 ours, theirs = (
-                    min(of.plans.consecutive(list(map(of.layout, nodes))).step_ms for nodes in of._finalists(left))
+                    min(of.plans.consecutive(list(map(of.pipeline, nodes))).step_ms for nodes in of._finalists(left))
                     for of in (chosen, single)
                 )
                 assert ours <= theirs * (1 + 1e-9)  # in closed form, which chooses the templates
