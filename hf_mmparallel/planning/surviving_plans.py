@@ -169,13 +169,16 @@ def guarantee_lines(planner: ResilientPlanner, global_batch_size: int, memory: s
     chain = planner.plans.chain
     losses = "No node" if not failures else "Any node" if failures == 1 else f"Any {failures} nodes"
     microbatches = f"{planner.plans.num_microbatches:,} microbatches of {chain.microbatches.microbatch_size}"
+    needs, each = "one copy of the model needs", "copies"
+    if chain.copies > 1:
+        needs, each = f"{chain.copies} copies of the model on the same nodes need", "pipelines"
     return [
-        ("Fewest nodes", f"one copy of the model needs {_count(fewest, 'node')} of {_count(size, 'rank')}, {memory}"),
+        ("Fewest nodes", f"{needs} {_count(fewest, 'node')} of {_count(size, 'rank')}, {memory}"),
         (
             "Guaranteed",
             f"{losses} may fail at once: each layer is on {failures + 1} nodes or more, and all nodes that are left "
             f"are used. Training goes on with {planner.fewest_guaranteed} nodes or more, "
-            f"{failures + 1} copies of {fewest}",
+            f"{failures + 1} {each} of {fewest}",
         ),
         ("Not guaranteed", "the host of machine 0, whose launcher keeps the job together: the run ends with it"),
         ("Global batch", f"{global_batch_size:,} samples, {microbatches}, whatever fails"),
