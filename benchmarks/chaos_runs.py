@@ -68,7 +68,8 @@ class Death:
         point (`str`): One of [`POINTS`].
         way (`str`):
             `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, `"term"` (SIGTERM, on which it
-            leaves) or `"hang"` (it lives, and waits for a message that never comes); of all processes of its host
+            leaves), `"hang"` (it lives, and waits for a message that never comes) or `"unplug"` (it lives, and its
+            connections end); of all processes of its host
             `"cut"` (it waits for the host to be cut off), `"kill_host"` (SIGKILL to these and their launcher) or
             `"term_launcher"` (SIGTERM to the launcher).
     """

@@ -36,6 +36,7 @@ from hf_mmparallel.trainer import recovery as recovery_module
 from hf_mmparallel.trainer.checkpoint_saves import CheckpointSaves
 from hf_mmparallel.trainer.survival import Survival
 from hf_mmparallel.world import Membership, track_activity
+from hf_mmparallel.world.connections import end_gloo_connections
 
 try:
     from benchmarks import counted_device, fake_trackers
@@ -174,9 +175,9 @@ class Deaths:
                 if way == "cut":
                     (self.folder / "cut").touch()
                     time.sleep(1000)
-                if way == "hang":
+                if way in ("hang", "unplug"):
                     self.planned = []
-                    _wait_in_vain()
+                    _wait_in_vain() if way == "hang" else end_gloo_connections()
                     return
                 if way == "kill_host":
                     _kill_host()
