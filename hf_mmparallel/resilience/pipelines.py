@@ -175,8 +175,8 @@ def layouts_of(plugins: Mapping[str, ModulePlugin]) -> dict[str, ModuleLayout]:
 def layouts_of_plan(plan: ParallelPlan, node_size: int) -> dict[str, ModuleLayout]:
     """The same of a plan of the user: as many copies of all modules as are on the nodes of the first one."""
     nodes = [{rank // node_size for rank in _ranks_of(plan, replica)} for replica in range(_num_copies(plan))]
-    together = len(nodes[0]) and next((n for n, own in enumerate(nodes) if own != nodes[0]), len(nodes))
-    return {name: replace(ModuleLayout.of_plan(module), dp_size=together) for name, module in plan.modules.items()}
+    copies = next((number for number, own in enumerate(nodes) if own != nodes[0]), len(nodes))
+    return {name: replace(ModuleLayout.of_plan(module), dp_size=copies) for name, module in plan.modules.items()}
 
 
 def _num_copies(plan: ParallelPlan) -> int:
@@ -221,8 +221,13 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
     times_ms = mean_stage_ms(plans.chain.costs, plan, plans.chain.microbatches)
     result: list[Pipeline] = []
     copies = plans.chain.copies
+    if _num_copies(plan) % copies:
+        raise ValueError(
+            f"The first {copies} copies of the plan are on the same nodes, and its {_num_copies(plan)} copies are no "
+            f"multiple of that. Put {copies} copies on the nodes of each pipeline."
+        )
     for first in range(0, _num_copies(plan), copies):
-        own = range(first, min(first + copies, _num_copies(plan)))
+        own = range(first, first + copies)
         ranks = sorted({rank for replica in own for rank in _ranks_of(plan, replica)})
         nodes = _whole_nodes(first, ranks, plans.node_size, result)
         ms = [

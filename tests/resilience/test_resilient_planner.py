@@ -26,7 +26,14 @@ from hf_mmparallel.plan import (
     stage_parameters,
 )
 from hf_mmparallel.resilience.model_chain import model_chain
-from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans, layouts_of, layouts_of_plan, tp_sizes_of
+from hf_mmparallel.resilience.pipelines import (
+    ClusterPlan,
+    PipelinePlans,
+    layouts_of,
+    layouts_of_plan,
+    on_ranks,
+    tp_sizes_of,
+)
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
@@ -343,6 +350,15 @@ def swapped(plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, modules=modules)
 
 
+def lopsided(plan: ParallelPlan) -> ParallelPlan:
+    """The plan of three copies with two of them on the first two nodes."""
+    modules = {
+        name: replace(module, replicas=on_ranks(module.replicas, (0, 1, 4, 2, 3, 5)))
+        for name, module in plan.modules.items()
+    }
+    return replace(plan, modules=modules)
+
+
 TWO, WITH_VISION = ModulePlugin(2), ModulePlugin(colocate_with="vision")
 
 
@@ -398,6 +414,7 @@ def test_a_plan_with_other_tp_groups_than_the_templates_is_adopted_and_followed(
             "2 copies .* `shard_size`, the copies on one",
         ),
         (ModulePlugin(3), WITH_VISION, 1, {"change": swapped}, "Replicas 0 and 2 .* node 0"),
+        (ModulePlugin(3), ModulePlugin(3), 2, {"change": lopsided}, "first 2 copies .* 3 copies"),
         (TWO, ModulePlugin(2, 2), 1, {"failures": 2, "change": regrouped}, "to survive 2 failures .* guarantee 1"),
         (TWO, ModulePlugin(2, cp_size=2), 1, {"modules": {}}, "`cp_size=2` in the plan, and `cp_size=1`"),
         (ModulePlugin(2, activation_checkpointing=True), TWO, 1, {"modules": {}}, "`vision` has other settings"),
