@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftType
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from hf_mmparallel.modeling import adapter, peft_models
+from hf_mmparallel.modeling import adapter
 from hf_mmparallel.trainer import argument_table
 from hf_mmparallel.trainer.argument_table import Differs, Refused, WithoutEffect
 
@@ -100,8 +100,8 @@ def lora_treatment(name: str) -> tuple[str, str]:
     in_module, in_model = LORA_NOTES.get(name, ("", ""))
     if name in adapter.REFUSED:
         in_module = f"refused. {adapter.REFUSED[name]}"
-    if name in peft_models.REFUSED:
-        reason, remedy = peft_models.REFUSED[name]
+    if name in adapter.REFUSED_WHEN_GIVEN:
+        reason, remedy = adapter.REFUSED_WHEN_GIVEN[name]
         in_model = f"refused: {reason}. {remedy}"
     return in_module or default, in_model or default
 

@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import config as lora
 
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.adapter import add_adapters
-from hf_mmparallel.modeling.peft_models import unwrap_peft_model
+from hf_mmparallel.modeling.adapter import add_adapters, unwrap_peft_model
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent

@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..modeling.features import count_feature_tokens, feature_runs, flat_features
-from ..modeling.forward_inputs import forward_arguments, meta_forward, meta_inputs
+from ..modeling.features import (
+    count_feature_tokens,
+    feature_runs,
+    flat_features,
+    forward_arguments,
+    meta_forward,
+    meta_inputs,
+)
 from ..modeling.spec import ModulePart
 from ..plan import ModelSpec, ModuleSpec
 from .context_tokens import ContextSharder, ContextSharding

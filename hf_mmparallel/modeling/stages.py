@@ -26,8 +26,7 @@ from ..kernels.bitfield_attention.hf import needing_words
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
 from .expert_parallel import without_tokens
-from .features import count_feature_tokens, flat_features, merge_output
-from .forward_inputs import required_arguments
+from .features import count_feature_tokens, flat_features, merge_output, required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
 from .spec import ModulePart, layers_of, module_parts

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling import token_loss
-from ..modeling.dtensors import local
 from ..modeling.stages import ModuleStage
+from ..modeling.unowned import local
 from ..plan import StageKey
 from ..world import World
 from .groups import ProcessGroups, tp_groups

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..modeling.dtensors import from_shard, local
+from ..modeling.unowned import from_shard, local
 from ..plan import StageKey, SyncGroup
 from ..schedule import SumBucket, sum_buckets
 from ..world import ReduceScatter

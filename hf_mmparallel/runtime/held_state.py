@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ..cost.stage_memory import COPY_WINDOW_BYTES
 from ..modeling import is_unowned
-from ..modeling.dtensors import from_shard, give_values, local
+from ..modeling.unowned import from_shard, give_values, local
 from ..world import World, track_activity
 from .local_shards import Region
 from .optimizer_loading import apply_state

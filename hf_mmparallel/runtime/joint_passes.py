@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..modeling import ModuleStage
-from ..modeling.dtensors import local
+from ..modeling.unowned import local
 from ..plan import StageKey
 from ..schedule import REST, Action, PassAction, Task, step_passes
 from ..schedule.kinds import BACKWARD, FORWARD, Direction, TaskKind

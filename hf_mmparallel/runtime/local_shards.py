@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..modeling.dtensors import local
+from ..modeling.unowned import local
 from ..plan import ParameterShards, ParameterSpec
 
 

@@ -17,8 +17,8 @@ import torch
 from accelerate.logging import get_logger
 
 from ..cost import OFFLOAD_BUCKET_BYTES
-from ..modeling.dtensors import local
 from ..modeling.streamed_layers import aligned_bytes
+from ..modeling.unowned import local
 from ..world import track_activity
 from .optimizer_slices import optimizer_name
 from .updated_copies import entries_of, is_offloaded, mark_updated, source_of, source_of_copy

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import skip_data
 from torch.utils import serialization
 
-from ..modeling.dtensors import is_on_mesh
+from ..modeling.unowned import is_on_mesh
 from .optimizer_slices import (
     STATE,
     is_rank_local,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._files import check_complete, reason_of
-from ..modeling.dtensors import from_shard, shard_as
+from ..modeling.unowned import from_shard, shard_as
 from ..world import World
 from .optimizer_slices import (
     MODULE,

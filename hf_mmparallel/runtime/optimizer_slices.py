@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..cost import GRADIENT_BUCKET_BYTES
-from ..modeling.dtensors import from_shard, give_own_memory, local
+from ..modeling.unowned import from_shard, give_own_memory, local
 from ..plan import SyncGroup
 from ..schedule import in_buckets
 from ..world import track_activity

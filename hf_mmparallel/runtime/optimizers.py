@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..modeling.dtensors import local
+from ..modeling.unowned import local
 from ..plan import StorageSettings
 from ..world import World
 from .held_state import check_cuttable

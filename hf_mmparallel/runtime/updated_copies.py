@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..modeling.dtensors import local
+from ..modeling.unowned import local
 from ..plan import StorageSettings
 from .gradients import round_gradients
 from .optimizer_slices import local_shard, slice_of, whole_parameter

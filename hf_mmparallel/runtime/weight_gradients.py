@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..modeling import ModuleStage
-from ..modeling.dtensors import from_shard, local
+from ..modeling.unowned import from_shard, local
 from .joint_passes import gradient_dtype
 
 

@@ -29,11 +29,18 @@ from ..data.randomness import seeded
 from ..kernels.recurrent_layers import start_anew_at_samples
 from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling import build_model_spec, check_given_loss
-from ..modeling.adapter import Adapter, adapter_names, add_adapters
-from ..modeling.checkpoint_reader import checkpoint_files
+from ..modeling.adapter import (
+    Adapter,
+    adapter_names,
+    add_adapters,
+    base_model_of,
+    is_peft_model,
+    mark_adapted,
+    unwrap_peft_model,
+    wrap_with_adapters,
+)
 from ..modeling.compiled_layers import Compilation
-from ..modeling.loading import build_on_meta, check_equal_models, load_layers
-from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
+from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_layers
 from ..modeling.prepare import Recomputation
 from ..plan import (
     LANGUAGE_MODEL,

@@ -31,9 +31,9 @@ from ..data.defaults import packing_collator
 from ..data.packing import PackingCollator
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
+from ..modeling.adapter import base_model_of, with_adapters_of
 from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
-from ..modeling.peft_models import base_model_of, with_adapters_of
 from ..modeling.router_loss import has_router_loss
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import ModulePlugin, resolve_plan
 from hf_mmparallel.runtime import host_memory, offload
 from hf_mmparallel.runtime.updated_copies import entries_of, is_offloaded
