@@ -178,7 +178,7 @@ def _run_plan(args: argparse.Namespace) -> None:
 
 def _run_simulate(args: argparse.Namespace) -> None:
     if args.plan is None:
-        from .replay_command import run_replay
+        from .simulate_command import run_replay
 
         run_replay(args)
         return

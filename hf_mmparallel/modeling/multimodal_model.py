@@ -462,13 +462,17 @@ class UnimodalParts:
         )
 
 
-def _load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Loads an encoder from a model, a config, or a model id or folder."""
+def _load(auto: Any, value: Any, dtype: torch.dtype | None) -> Any:
+    """Loads a model by an auto class from a config, or a model id or folder; a model is returned as it is."""
     options = {} if dtype is None else {"dtype": dtype}
     if isinstance(value, PreTrainedConfig):
-        value = AutoModel.from_config(value, **options)
-    elif not isinstance(value, nn.Module):
-        value = AutoModel.from_pretrained(value, **options)
+        return auto.from_config(value, **options)
+    return value if isinstance(value, nn.Module) else auto.from_pretrained(value, **options)
+
+
+def _load_encoder(value: PreTrainedModel | PreTrainedConfig | str, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Loads an encoder from a model, a config, or a model id or folder."""
+    value = _load(AutoModel, value, dtype)
     if not isinstance(value, PreTrainedModel):
         raise ValueError(f"`{type(value).__name__}` is not a transformers model. Wrap it in a `PreTrainedModel`.")
     base = _without_head(value)
@@ -500,22 +504,17 @@ def _without_head(model: PreTrainedModel) -> PreTrainedModel:
 
 def _load_language_model(value: Any, dtype: torch.dtype | None) -> tuple[PreTrainedModel, nn.Linear | None]:
     """Loads a language model from a model, a config, or a model id or folder; returns its decoder and its head."""
-    options = {} if dtype is None else {"dtype": dtype}
-    if isinstance(value, PreTrainedConfig):
-        value = AutoModelForCausalLM.from_config(value, **options)
-    elif not isinstance(value, nn.Module):
-        value = AutoModelForCausalLM.from_pretrained(value, **options)
-    model: Any = value
+    model = _load(AutoModelForCausalLM, value, dtype)
     config = model.config
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise ValueError(
-            f"`language_model` is a `{type(value).__name__}`, which is not a plain causal language model. "
+            f"`language_model` is a `{type(model).__name__}`, which is not a plain causal language model. "
             "Give a model such as `LlamaForCausalLM`, or the text model inside it."
         )
     decoder, head = _without_head(model), model.get_output_embeddings()
     if head is not None and not (isinstance(head, nn.Linear) and head.weight.shape[0] == config.vocab_size):
         raise ValueError(
-            f"The head of `{type(value).__name__}` is a `{type(head).__name__}`, not one linear layer to "
+            f"The head of `{type(model).__name__}` is a `{type(head).__name__}`, not one linear layer to "
             f"{config.vocab_size} tokens. Give a model with a plain head."
         )
     return decoder, head

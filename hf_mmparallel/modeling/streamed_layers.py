@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from .._device import SideStream
 from .compiled_layers import is_compiled
-from .unowned import local
+from .unowned import give_values, local
 
 _ALIGNMENT = 64  # bytes; kernels read weights in vectors
 
@@ -58,7 +59,7 @@ class StreamedLayers:
             for index, layer in layers.items()
         }
         self.peak_bytes = 0  # the most that have been on the device at a time
-        self._stream: Any = torch.Stream(device) if device.type != "cpu" else None
+        self._stream = SideStream(device)
         self._buffers: list[_Buffer] = []
         self._in_use: int | None = None
         self._ends_with_backward = False
@@ -85,7 +86,7 @@ class StreamedLayers:
         self._host: dict[int, torch.Tensor] = {}
         for index, parameters in self.parameters.items():
             num_bytes = sum(map(aligned_bytes, parameters))
-            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream.pins)
             for parameter, view in zip(parameters, _views(host, parameters), strict=True):
                 view.copy_(local(parameter).detach())
             self._host[index] = host
@@ -94,7 +95,7 @@ class StreamedLayers:
     def release(self) -> None:
         """Frees the buffers on the device."""
         for buffer in self._buffers:
-            self._wait(buffer)
+            self._stream.wait(buffer.arrived)
         self._buffers.clear()
         if self._in_use is not None:
             self._point_to(self._in_use, self._host[self._in_use])
@@ -104,10 +105,7 @@ class StreamedLayers:
     def _point_to(self, index: int, values: torch.Tensor) -> None:
         """Makes the parameters of a layer views of a buffer."""
         for parameter, view in zip(self.parameters[index], _views(values, self.parameters[index]), strict=True):
-            if isinstance(parameter, DTensor):
-                parameter._local_tensor = view
-            else:
-                parameter.data = view
+            give_values(parameter, view)
 
     def _streamed(self, index: int, layer: nn.Module, forward: Callable) -> Callable:
         """Returns a forward of a layer with its weights on the device."""
@@ -163,7 +161,7 @@ class StreamedLayers:
             torch.autograd.Variable._execution_engine.queue_callback(self.release)  # type: ignore[attr-defined]
         buffer = self._bring(index)
         if self._in_use != index:
-            self._wait(buffer)
+            self._stream.wait(buffer.arrived)
             if self._in_use is not None:
                 self._point_to(self._in_use, self._host[self._in_use])
             self._in_use = index
@@ -188,23 +186,10 @@ class StreamedLayers:
         buffer = _Buffer(values, index)
         self._buffers.append(buffer)
         self.peak_bytes = max(self.peak_bytes, self.bytes_on_device)
-        with self._copying():
+        with self._stream.copying():
             buffer.values.copy_(host, non_blocking=True)
-        if self._stream is not None:
-            buffer.arrived = self._stream.record_event()
+        buffer.arrived = self._stream.mark()
         return buffer
-
-    def _copying(self) -> Any:
-        """Lets copies in this context wait for all that the device has been given to do, which may use the buffer."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
-        return self._stream
-
-    def _wait(self, buffer: _Buffer) -> None:
-        """Lets the device wait for the weights of a buffer."""
-        if buffer.arrived is not None:
-            torch.accelerator.current_stream(self.device).wait_event(buffer.arrived)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Saves a tensor for the backward: of a view of a layer's weights, its place in them."""
@@ -292,7 +277,7 @@ class OffloadedActivations:
         self.save_weight: Callable[[torch.Tensor], Any] = lambda tensor: tensor
         self.read_weight: Callable[[Any], torch.Tensor] = lambda saved: saved
         self._latest: _LayerPass | None = None  # in the forward of a stage
-        self._stream: Any = None
+        self._stream: SideStream | None = None
         for index, layer in layers.items():
             layer.__dict__["offloaded_activations"] = self
             # of a recomputed layer the inputs of the recomputation are saved
@@ -361,20 +346,14 @@ class OffloadedActivations:
             copy.on_device = None
 
     def _start(self, copy: _Copy, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies after all that the device has been given to do, on a GPU beside what it gets next."""
-        if copy.device.type == "cpu":
-            target.copy_(source)
-            return
-        self._stream = self._stream or torch.Stream(copy.device)
-        self._stream.wait_stream(torch.accelerator.current_stream(copy.device))
-        with self._stream:
+        self._stream = self._stream or SideStream(copy.device)
+        with self._stream.copying():
             target.copy_(source, non_blocking=True)
-        copy.copied = self._stream.record_event()
+        copy.copied = self._stream.mark()
 
     def _wait(self, copy: _Copy) -> None:
-        """Lets the device wait for a copy."""
-        if copy.copied is not None:
-            torch.accelerator.current_stream(copy.device).wait_event(copy.copied)
+        if self._stream is not None:
+            self._stream.wait(copy.copied)
 
 
 def _address(tensor: torch.Tensor) -> int:

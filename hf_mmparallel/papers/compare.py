@@ -21,8 +21,7 @@ from ..planning.options import ModuleOptions, ParallelConfig
 from ..planning.problem import Candidate, ComparedPlan, PlanningProblem, RankedPlan, SearchResult
 from ..planning.simulations import step_planner
 from .allocation import Allocation, allocate
-from .baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
-from .encoders_replicated import ReplicatedEncoders
+from .baseline_layouts import FullyShardedLayouts, RatioLayouts, ReplicatedEncoders, SingleLayouts, even_layers
 from .strategies import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"

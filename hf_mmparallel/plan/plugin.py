@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .deepspeed_config import deepspeed_settings, read_deepspeed
-from .mesh_config import mesh_settings
 from .methods import SCHEDULES, Schedule
 from .model_spec import LANGUAGE_MODEL
+from .other_configs import deepspeed_settings, mesh_settings, read_deepspeed
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,

@@ -53,7 +53,6 @@ from ..plan import (
 from ..schedule import Task
 from ..world import ACTIVITY, World, track_activity
 from .executor import Executor, LogitsFunction, StepFunctions
-from .first_step import EqualGradients, FirstStepCheck, ReplicatedParameters, replicated_parameters
 from .gradients import (
     GradientSync,
     accumulate_in_float32,
@@ -70,7 +69,17 @@ from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .payloads import keeps_rows_split
 from .sharded_model import ShardedModel
-from .step_check import SIGNS, LossWeights, StepCheck, StepTotals, add_up
+from .step_check import (
+    SIGNS,
+    EqualGradients,
+    FirstStepCheck,
+    LossWeights,
+    ReplicatedParameters,
+    StepCheck,
+    StepTotals,
+    add_up,
+    replicated_parameters,
+)
 from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
 from .work import StepResult
 

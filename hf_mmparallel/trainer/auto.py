@@ -35,9 +35,8 @@ from ..runtime.host_memory import available_bytes
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .engine_callback import not_worth_a_run
-from .oversized_samples import allowed_bytes
 from .start_report import mean_tokens, size_origin, stderr_console
-from .training_sizes import TrainingSizes, representative_batch
+from .training_sizes import TrainingSizes, allowed_bytes, representative_batch
 
 # The plan in a checkpoint, and the settings of modules beside it.
 

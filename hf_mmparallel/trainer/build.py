@@ -52,7 +52,7 @@ from ..plan import (
     StorageSettings,
     plan_for_model,
 )
-from ..plan.mesh_config import mesh_settings, num_ranks
+from ..plan.other_configs import mesh_settings, num_ranks
 from ..plan.plugin import reject_unknown_keys
 from ..plan.resolve import as_trained
 from ..planning.device_detection import device_of_ranks, tf32_is_on
@@ -63,7 +63,7 @@ from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
 from .argument_table import LIGER_LOSSES
 from .arguments import MultimodalTrainingArguments, check_global_batch, plain_layout
-from .module_groups import check_given
+from .optimizer_groups import check_given
 from .start_checks import check_model
 
 logger = get_logger(__name__)

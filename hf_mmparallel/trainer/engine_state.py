@@ -42,29 +42,24 @@ from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimiz
 from ..runtime.out_of_memory import mark_steps
 from ..world import raise_on_all_ranks
 from . import build, model_card
-from .agreement import SampleAgreement
 from .argument_table import settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments, deepspeed_keys_without_effect
 from .auto import find_plan, report_search
 from .build import row_choice
 from .checkpoint_saves import CheckpointSaves
 from .engine_callback import EngineCallback
-from .given_optimizer import give_part, group_names
-from .loaders import StepLoaders
+from .loaders import StepLoaders, check_arrangement, encoders_run_together, make_rank_loader
 from .log_lines import LogLineCallback, LossProgressCallback
 from .metrics_callback import ParallelMetricsCallback
-from .module_groups import own_settings, split_groups, split_names
-from .optimizer_state import stock_groups
-from .oversized_samples import allowed_bytes
+from .optimizer_groups import give_part, group_names, own_settings, split_groups, split_names, stock_groups
 from .prediction_callback import PredictionCallback
 from .preemption_callback import PreemptionCallback, noting_signals
-from .rank_loader import check_arrangement, encoders_run_together, make_rank_loader
 from .recovery_callback import RecoveryCallback
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .start_checks import check_model
 from .start_report import PlanReport, report_survival
-from .training_sizes import RunContext
-from .training_steps import TrainingSteps
+from .training_sizes import RunContext, allowed_bytes
+from .training_steps import SampleAgreement, TrainingSteps
 
 # The whole model of a run without a plan whose ranks hold shares of the weights: FSDP, or DeepSpeed's stage 3.
 

@@ -32,29 +32,35 @@ from ..data.step_batch import StepBatch
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
 from ..plan.resolve import sharding_without_effect
 from ..runtime.engine import ParallelEngine
-from ..runtime.optimizer_checkpoint import save_optimizer
-from ..runtime.optimizer_loading import load_optimizer
+from ..runtime.optimizer_checkpoint import load_optimizer, save_optimizer
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import FolderSave, Writes, save_errors
 from ..world import World, raise_on_all_ranks, refuse_once
 from . import build
-from .agreement import SampleAgreement, check_same_folder
 from .argument_table import check_arguments
 from .arguments import MultimodalTrainingArguments, check_own_loop, deepspeed_keys_without_effect
 from .auto import find_plan, report_search, warn_of_other_settings
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns
 from .evaluation import Evaluator
-from .given_optimizer import check_optimizer, check_schedule, give_part, group_names
 from .loaders import StepLoaders
 from .loop_settings import check_accelerator, check_settings, loop_arguments, on_one_process, with_optimizer
-from .module_groups import check_unscheduled, split_groups
-from .optimizer_state import SCHEDULER, load_optimizer_and_scheduler, scheduler_of_groups
+from .optimizer_groups import (
+    SCHEDULER,
+    check_optimizer,
+    check_schedule,
+    check_unscheduled,
+    give_part,
+    group_names,
+    load_optimizer_and_scheduler,
+    scheduler_of_groups,
+    split_groups,
+)
 from .start_checks import check_launch, check_trainer
 from .start_report import PlanReport
 from .training_sizes import RunContext, TrainingSizes
-from .training_steps import TrainingSteps, check_trainer_state
+from .training_steps import SampleAgreement, TrainingSteps, check_same_folder, check_trainer_state
 
 logger = get_logger(__name__)
 

@@ -19,7 +19,7 @@ from ..runtime.held_state import Transfer
 from ..runtime.local_shards import Region
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import PreparedModel, recomputed
-from .oversized_samples import allowed_bytes
+from .training_sizes import allowed_bytes
 
 
 class NodeLayouts:

@@ -38,9 +38,8 @@ from .columns import format_sentence
 from .engine_callback import not_worth_a_run
 from .loaders import base_planner, training_planner
 from .model_card import SCHEDULE, WORKLOADS
-from .module_groups import settings_lines
-from .oversized_samples import LargeSamples
-from .training_sizes import RunContext, TrainingSizes, representative_batch
+from .optimizer_groups import settings_lines
+from .training_sizes import LargeSamples, RunContext, TrainingSizes, representative_batch
 
 # The predicted first step of a run, for the report before it.
 

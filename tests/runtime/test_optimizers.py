@@ -14,8 +14,7 @@ from transformers import Adafactor
 
 from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import Cut, ParameterShards, SyncGroup
-from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
-from hf_mmparallel.runtime.optimizer_loading import load_optimizer
+from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
 from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
 from hf_mmparallel.runtime.optimizers import PossibleCuts, prepare_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel._versions import CACHE
 from hf_mmparallel.modeling import build_model_spec, lazy_logits
-from hf_mmparallel.runtime import offload
+from hf_mmparallel.runtime import updated_copies
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
 from tests.distributed import run_distributed
@@ -145,7 +145,7 @@ def make_trainer(
     """Our Trainer on this rank; with `deepspeed` its kernel, which has to be built before, steps on the CPU."""
     torch.set_num_threads(1)
     if not deepspeed:
-        offload._deepspeed_adam = lambda optimizer: None
+        updated_copies._deepspeed_adam = lambda optimizer: None
     if not pictures:
         draw_nothing()
     words = words_of(family, arguments)
