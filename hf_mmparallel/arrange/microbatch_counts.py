@@ -178,7 +178,6 @@ class Sizes:
 
     @classmethod
     def even(cls, count: int) -> Sizes:
-        """Equal sizes."""
         return cls((1.0,) * count, (1.0,) * count)
 
 

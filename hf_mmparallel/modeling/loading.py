@@ -59,7 +59,6 @@ def checkpoint_files(folder_or_id: str | Path) -> list[Path]:
 
 
 def adapted_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """Lists names and modules of the layers with an adapter."""
     return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")]
 
 

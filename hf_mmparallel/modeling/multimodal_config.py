@@ -212,11 +212,9 @@ class MultimodalConfig(PreTrainedConfig):
         return dict.fromkeys(self._nested, AutoConfig)
 
     def settings(self, name: str) -> EncoderSettings:
-        """Returns the settings of one encoder."""
         return EncoderSettings.from_dict(self.encoder_settings[name])
 
     def generator_setting(self, name: str) -> GeneratorSettings:
-        """Returns the settings of one generator."""
         return GeneratorSettings.from_dict(self.generator_settings[name])
 
     def __getattr__(self, name: str):

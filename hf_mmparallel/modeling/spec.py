@@ -181,7 +181,6 @@ def _rounded_mean(*values: int) -> int:
 
 
 def layers_of(model: nn.Module, stack: str) -> nn.ModuleList:
-    """Returns the list of layers with this name."""
     layers = model.get_submodule(stack)
     assert isinstance(layers, nn.ModuleList)
     return layers

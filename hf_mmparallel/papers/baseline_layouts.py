@@ -39,7 +39,6 @@ def even_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 def _with_even_layers(
     problem: PlanningProblem, options: Mapping[str, ModuleOptions], estimated: EstimatedCandidate
 ) -> Candidate:
-    """The candidate with its layers split evenly."""
     layouts = {
         name: ModuleLayout(
             even_layers(options[name].module_spec.num_layers, estimate.pp_size),

@@ -108,7 +108,6 @@ class _BaselineEvaluator:
         return replace(self._compared(UNAWARE, ranked, note), label=ORDERED)
 
     def single_layout(self) -> ComparedPlan:
-        """The fastest plan with a single layout."""
         layouts = SingleLayouts(self.problem)
         every = sorted(layouts, key=lambda layout: layout.step_ms)
         if not every:
@@ -243,7 +242,6 @@ class _BaselineEvaluator:
         )
 
     def _allocated(self, allocation: Allocation, recomputed: Mapping[str, bool]) -> Candidate:
-        """The candidate of an allocation."""
         layouts = {
             name: ModuleLayout(
                 even_layers(self.problem.spec.modules[name].num_layers, module.pp_size),

@@ -26,8 +26,7 @@ from ..modeling.router_loss import RouterLoss
 from ..modeling.unowned import from_shard, local
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StageKey
 from ..schedule import Program
-from ..schedule.actions import Action, Message, Task
-from ..schedule.kinds import BACKWARD
+from ..schedule.kinds import BACKWARD, Action, Message, Task
 from ..world import ACTIVITY
 from .groups import channels_of
 from .joint_passes import TaskHooks, gradient_dtype
@@ -264,7 +263,6 @@ class Executor:
         # gets the task, logits and inputs of each microbatch with logits, with the tokens of all cp ranks
         on_logits: LogitsFunction | None = None,
     ) -> StepResult:
-        """Runs this rank's actions of one step."""
         run = _Step(self, program, data, on_logits)
         marks, mark = run.result.marks, self.clock.mark
         actions: Sequence[Action] = program.actions.get(self.rank, ())
@@ -335,7 +333,6 @@ class _Step:
         self.unsent = Counter(a.message.source for a in own_actions if a.op == "send" and a.message is not None)
 
     def receive(self, message: Message) -> None:
-        """Posts the receives of a message."""
         payload, task = self.messages.payload(message), message.target
         if message.kind == "act":
             shapes = self.messages.shapes(payload, task)

@@ -13,7 +13,7 @@ from ..cost.stage_memory import GIB
 from ..cost.step_planner import PlannedStep, StepPlanner
 from ..modeling.unowned import local
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
-from ..schedule.actions import Action, Task
+from ..schedule.kinds import Action, Task
 from .optimizer_slices import whole_parameter
 
 _STEPPING = "_hf_mmparallel_stepping"

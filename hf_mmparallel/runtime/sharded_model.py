@@ -46,8 +46,7 @@ from ..modeling.tensor_parallel import base_name
 from ..modeling.unowned import from_shard, is_on_mesh, local, shard_as
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, track_activity
-from .local_shards import Regions, local_regions
-from .optimizer_slices import OptimizerSlices
+from .optimizer_slices import OptimizerSlices, Regions, local_regions
 from .sharded_files import ShardedFiles, sharded_files
 from .writes import Writes, sync_file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,9 +21,10 @@ from ..modeling import token_loss
 from ..modeling.stages import ModuleStage
 from ..modeling.unowned import local
 from ..plan import LANGUAGE_MODEL, StageKey, StepPlan
+from ..plan.ownership import SyncGroup
 from ..world import World
 from .groups import ProcessGroups, tp_groups
-from .local_shards import LocalShard
+from .optimizer_slices import LocalShard
 from .sharded_model import ShardedModel
 from .work import StepResult
 
@@ -312,6 +314,41 @@ class FirstStepCheck:
             for shared in replicated
             for name, parameter in shared.parameters.items()
         }
+
+    @classmethod
+    def of(
+        cls,
+        sharded: ShardedModel,
+        stages: Mapping[StageKey, ModuleStage],
+        sync_groups: Iterable[SyncGroup],
+        by_ranks: Mapping[tuple[int, ...], Any],
+        replicated: Sequence[ReplicatedParameters],
+        has_loss: bool,  # the loss is the model's own
+        smooths: bool,
+    ) -> FirstStepCheck:
+        """The check of what a rank holds."""
+        rank, named = sharded.world.rank, dict(sharded.model.named_parameters())
+
+        def held(name: str, ranks: tuple[int, ...]) -> LocalShard:
+            return LocalShard(named[name], sharded.regions.get((name, ranks)))
+
+        copies = [
+            (group.ranks, by_ranks[group.ranks], {name: held(name, group.ranks) for name in group.parameters})
+            for group in sync_groups
+            if rank in group.ranks and group.zero_stage < 3
+        ]
+        frozen: dict[tuple[int, ...], dict[str, LocalShard]] = {}
+        for name, shards in sharded.shards.items():
+            for shard in shards.on_rank(rank):
+                if len(shard.holders) > 1 and not sharded.spec.parameters[name].trainable and not shard.zero_cut:
+                    frozen.setdefault(shard.holders, {})[name] = held(name, shard.holders)
+        has_loss = has_loss and "labels" in inspect.signature(sharded.model.forward).parameters
+        with_loss = {
+            key: stage
+            for key, stage in stages.items()
+            if has_loss and stage.module_name == LANGUAGE_MODEL and stage.is_last
+        }
+        return cls(replicated, copies, frozen, with_loss, smooths, sharded.world)
 
     def start(self) -> None:
         """Lets the first microbatch with targets leave the model's own loss, of the same forward."""

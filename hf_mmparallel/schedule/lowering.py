@@ -12,10 +12,9 @@ from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
 from .action_lists import PartActions, Program, ProgramActions
-from .actions import Action, ProgramError
 from .graph import StageRanks, TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate
-from .kinds import ADDS_GRADIENTS
+from .kinds import ADDS_GRADIENTS, Action, ProgramError
 from .parts import Part, find_representatives
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
 

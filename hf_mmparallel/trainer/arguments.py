@@ -376,7 +376,6 @@ class MultimodalTrainingArguments(TrainingArguments):
 
     @property
     def plugin(self) -> MultimodalParallelPlugin | None:
-        """The layout as a plugin."""
         return None if self.parallel is None else MultimodalParallelPlugin.from_any(self.parallel)
 
 

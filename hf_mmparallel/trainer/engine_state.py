@@ -28,7 +28,7 @@ from .. import _environment
 from ..cost import CostModel
 from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..data.defaults import packing_collator
-from ..data.packing import PackingCollator
+from ..data.packing import PackingCollator, row_choice
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
 from ..modeling.adapter import base_model_of, with_adapters_of
@@ -44,12 +44,10 @@ from ..world import raise_on_all_ranks
 from . import build, model_card
 from .argument_table import settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments, deepspeed_keys_without_effect
-from .auto import find_plan, report_search
-from .build import row_choice
+from .auto import find_plan, report_plan
 from .checkpoint_saves import CheckpointSaves
-from .engine_callback import EngineCallback
+from .engine_callback import EngineCallback, LogLineCallback, LossProgressCallback
 from .loaders import StepLoaders, check_arrangement, encoders_run_together, make_rank_loader
-from .log_lines import LogLineCallback, LossProgressCallback
 from .metrics_callback import ParallelMetricsCallback
 from .optimizer_groups import give_part, group_names, own_settings, split_groups, split_names, stock_groups
 from .prediction_callback import PredictionCallback
@@ -248,21 +246,15 @@ class EngineState:
     def _report(self) -> None:
         """Prints the plan and the search for it."""
         trainer = self.trainer
-        answer = None if trainer.search is None else trainer.search.answer
-        searched = None if answer is None else answer.inputs.samples.measured
         report = PlanReport(
             trainer._engine,
             trainer.training_sizes,
             trainer.global_batch_size,
             trainer.rows,
-            searched,
             self.planned_for,
             self.stock_batch_size,
-        ).show(Path(trainer.args.output_dir))
-        self.arrangement = self.arrangement if report.choice is None else report.choice.arrangement
-        self.steps.limits.has_warned = report.large is not None and report.large.num_over > 0
-        if trainer.search is not None:
-            report_search(trainer.search, Path(trainer.args.output_dir))
+        )
+        self.arrangement = report_plan(report, trainer.search, self.steps, Path(trainer.args.output_dir))
         if self.layouts is not None:
             layouts, first = self.layouts
             memory_bytes = allowed_bytes(trainer.args, trainer._engine.costs.device)

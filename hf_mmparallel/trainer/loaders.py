@@ -45,7 +45,6 @@ class TrainingLoader:
 
     @property
     def dataset(self) -> StepDataset:
-        """The dataset of steps."""
         dataset: Any = self.loader.dataset
         return dataset
 
@@ -71,8 +70,6 @@ class TrainingLoader:
 
 
 class StepLoader(DataLoader):
-    """A loader of steps."""
-
     # Runs what starts to read, again if ranks are lost in it: with workers, which read ahead, ranks exchange the sizes
     # of the first samples.
     repeated: Callable[[Callable[[], Any]], Any] = staticmethod(lambda work: work())
@@ -81,7 +78,6 @@ class StepLoader(DataLoader):
         return self.repeated(self.new_items)
 
     def new_items(self) -> Any:
-        """The items of an epoch."""
         return super().__iter__()
 
 
@@ -101,8 +97,6 @@ def follow_plan(loader: DataLoader, engine: ParallelEngine, planner: StepPlanner
 
 
 class StepLoaders:
-    """Makes the loaders of a run."""
-
     def __init__(self, context: RunContext, engine: ParallelEngine, global_batch_size: int):
         self.context = context
         self.engine = engine

@@ -16,7 +16,7 @@ from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, 
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.state_copies import LostStateError, PlacedPlan, Slice, state_copies
 from ..runtime.held_state import Transfer
-from ..runtime.local_shards import Region
+from ..runtime.optimizer_slices import Region
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import PreparedModel, recomputed
 from .training_sizes import allowed_bytes

@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._environment import joins_job
 from .._files import readable
+from ..data.packing import RowChoice
 from ..data.step_batch import StepBatch
 from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime import optimizer_checkpoint
@@ -35,7 +36,6 @@ from . import build
 from .argument_table import check_arguments, check_launcher
 from .arguments import MultimodalTrainingArguments, check_optimizer_class
 from .auto import AutoSearch, warn_of_other_settings
-from .build import RowChoice
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState

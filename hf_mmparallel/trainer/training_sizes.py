@@ -253,8 +253,8 @@ class LargeSamples:
 class LimitWatch:
     """Warns once of samples above the limit of a microbatch, unless the report before the first step has warned."""
 
-    def __init__(self, has_warned: bool = False):
-        self.has_warned = has_warned
+    def __init__(self):
+        self.has_warned = False
 
     def saw(self, step: StepPlan, workloads: Workloads | None) -> None:
         """Compares the tokens of a step's samples with the limits that come with them in `workloads`."""

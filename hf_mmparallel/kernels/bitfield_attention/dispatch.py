@@ -25,7 +25,6 @@ _results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
 
 
 def default_backend(query: Tensor) -> str:
-    """The backend of a tensor's device."""
     return "triton" if query.is_cuda else "cpu"
 
 
