@@ -25,6 +25,8 @@ from ..world import track_activity
 from .gradients import round_gradients
 from .optimizer_slices import local_shard, optimizer_name, slice_of, whole_parameter
 
+logger = get_logger(__name__)
+
 MASTER = "master"
 """Key of the float32 weights in saved optimizer state."""
 _HALF = (torch.bfloat16, torch.float16)
@@ -153,7 +155,6 @@ def master_to_save(entry: torch.Tensor) -> torch.Tensor | None:
 # back. On a GPU both directions have a stream of their own, so that copies of one bucket overlap with the step of
 # another.
 
-logger = get_logger(__name__)
 _SUPPORTED = (torch.optim.Adam, torch.optim.AdamW)
 
 

@@ -40,6 +40,8 @@ from .start_report import PlanReport, mean_tokens, size_origin, stderr_console
 from .training_sizes import TrainingSizes, allowed_bytes, representative_batch
 from .training_steps import TrainingSteps
 
+logger = get_logger(__name__)
+
 # The plan in a checkpoint, and the settings of modules beside it.
 
 SAVED_PLAN = "parallel_plan.json"
@@ -68,8 +70,6 @@ def warn_of_other_settings(folder: str | Path, modules: Mapping[str, ModulePlugi
     except (OSError, yaml.YAMLError) as error:
         logger.warning(f"`{path}` can't be read, so that its settings are not compared: {error}")
 
-
-logger = get_logger(__name__)
 
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
 _NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it

@@ -59,6 +59,8 @@ from .start_report import PlanReport, report_survival
 from .training_sizes import RunContext, allowed_bytes
 from .training_steps import SampleAgreement, TrainingSteps
 
+logger = get_logger(__name__)
+
 # The whole model of a run without a plan whose ranks hold shares of the weights: FSDP, or DeepSpeed's stage 3.
 
 # what FSDP and accelerate's activation checkpointing add to names, and leave out of a state dict
@@ -113,9 +115,6 @@ def _gathered_by_deepspeed(model: nn.Module, is_first: bool) -> dict[str, torch.
             if is_first:
                 state[name] = parameter.detach().to("cpu", copy=True)
     return state
-
-
-logger = get_logger(__name__)
 
 
 class EngineState:

@@ -41,6 +41,8 @@ from .model_card import SCHEDULE, WORKLOADS
 from .optimizer_groups import settings_lines
 from .training_sizes import LargeSamples, RunContext, TrainingSizes, representative_batch
 
+logger = get_logger(__name__)
+
 # The predicted first step of a run, for the report before it.
 
 _SAMPLES = 8
@@ -181,8 +183,6 @@ def _without_sizes(
     uniform = SampleSizes.uniform(tokens, len(global_batch.samples))
     return planner, StepReport.of(planner, [planner.predict(planned, uniform)])
 
-
-logger = get_logger(__name__)
 
 _WIDTH = 120  # of the table in a file or a pipe
 _MOST_TEMPLATES, _MOST_COUNTS = 4, 8  # rows of tables; `hf-mmparallel plan --failures` prints all

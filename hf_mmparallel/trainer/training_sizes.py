@@ -27,6 +27,8 @@ from ..runtime.engine import ParallelEngine
 from ..world import World, raise_on_all_ranks
 from .arguments import AUTO, MultimodalTrainingArguments
 
+logger = get_logger(__name__)
+
 # The parts of a run that code below the Trainer needs.
 
 
@@ -194,7 +196,6 @@ def representative_batch(
 
 # Samples that are larger than the limit of a microbatch: they are reported, and run alone.
 
-logger = get_logger(__name__)
 
 _UNLIMITED_TOKENS = 10**15  # tokens; the limit of stages that keep no activations
 _REMEDY = (

@@ -34,6 +34,8 @@ from .loaders import TrainingLoader
 from .start_checks import check_output_dir
 from .training_sizes import LimitWatch, Mark, MemoryRatio
 
+logger = get_logger(__name__)
+
 # Agreement of the ranks on samples: the same ones everywhere, without those that some rank can't read.
 
 _NUM_COMPARED = 8
@@ -260,9 +262,6 @@ class DataProgress:
         elif num_samples is not None:
             max_steps += position.global_step - epoch * steps_per_epoch - done
         return epochs, steps_per_epoch, *others, max_steps
-
-
-logger = get_logger(__name__)
 
 
 class FiniteCheck:
