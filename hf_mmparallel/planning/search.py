@@ -65,20 +65,29 @@ class _Group:
         self.entries: list[Made | int] = []  # candidates, or their indices in the space
         self.columns = np.empty((3, 0))  # expected ms, least ms, and the estimated memory over the limit
         self._usual, self._seen = usual, list[float]()
+        self._first: dict[tuple[float, float, float], tuple[bool, float, int]] = {}  # until an entry comes or goes
 
     def add(self, entries: Sequence[Made | int], *columns: NDArray | float) -> None:
+        self._first.clear()
         self.entries += entries
         added = np.stack([np.broadcast_to(column, len(entries)) for column in columns])
         self.columns = np.concatenate([self.columns, added], axis=1)
 
     def learn(self, ratio: float) -> None:
         """Learns from the step of an entry what may become of the others."""
+        self._first.clear()
         insort(self._seen, ratio)
         low, count = self._seen[int(_QUANTILE * len(self._seen))], len(self._seen)
         self.ratio = (_SURE * self._usual + count * low) / (_SURE + count)
 
     def first(self, best_ms: float, gain: float, power: float) -> tuple[bool, float, int]:
         """Of the next entry: whether it is not expected to be the fastest, its place in the queue, and its index."""
+        key = best_ms, gain, power
+        if key not in self._first:
+            self._first[key] = self._find_first(best_ms, gain, power)
+        return self._first[key]
+
+    def _find_first(self, best_ms: float, gain: float, power: float) -> tuple[bool, float, int]:
         if not self.entries:
             return True, math.inf, -1
         expected_ms, least_ms, excess = self.columns
@@ -92,6 +101,7 @@ class _Group:
 
     def pop(self, index: int) -> tuple[Made | int, float, float]:
         """Takes an entry out, with the time that was expected of it and the least that it can have."""
+        self._first.clear()
         entry, (expected_ms, least_ms, _) = self.entries[index], self.columns[:, index].tolist()
         self.entries[index], self.columns[:, index] = self.entries[-1], self.columns[:, -1]
         self.entries.pop()
@@ -154,13 +164,15 @@ class Queue:
         waiting_ms, power = self.slices.columns[0].min(initial=math.inf), self.misfits / _MISFITS
         best_ms = min(self.simulations.best_ms, waiting_ms)
         yield *self.slices.first(best_ms * (1 + 1e-9), 1.0, power), self.slices
-        orders = len(self.problem.schedules) > 1
-        for kind, group in self.layouts.items():
-            # layouts may get another schedule later
-            gains = [own.ratio for key, own in self.neighbours.items() if key[0] == kind]
-            yield *group.first(best_ms, min(1.0, *gains, _USUAL_OF_NEIGHBOURS if orders else 1.0), power), group
-        for group in self.neighbours.values():
+        # layouts may get another schedule later
+        usual = _USUAL_OF_NEIGHBOURS if len(self.problem.schedules) > 1 else 1.0
+        gains = dict.fromkeys(self.layouts, min(1.0, usual))
+        for key, group in self.neighbours.items():
+            if key[0] in gains:
+                gains[key[0]] = min(gains[key[0]], group.ratio)
             yield *group.first(best_ms, 1.0, power), group
+        for kind, group in self.layouts.items():
+            yield *group.first(best_ms, gains[kind], power), group
 
     def _simulate(self, group: _Group, index: int, is_needed: bool) -> None:
         """Simulates an entry, or a slice of it, and adds its neighbours."""
