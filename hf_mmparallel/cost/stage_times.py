@@ -128,16 +128,17 @@ class StageCost:
 def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCost]:
     """(module, replica, stage) -> cost of all stages of a plan."""
     known: dict[tuple, StageCost] = {}
-    shared: dict[tuple[str, int], PassTransfers | None] = {}
+    shared: dict[tuple, PassTransfers | None] = {}
     result = {}
     costs = costs.of_plan(plan)
     for name, module in plan.modules.items():
         for replica, index, stage in module.stages():
             first_rank = _first_rank(costs, stage)
             waits_ms = _blocked_token_ms(costs, name, module.replicas[replica], index)
-            if (name, index) not in shared:
-                shared[name, index] = transfers_in_passes(costs, plan, name, index)
-            transfers = shared[name, index]
+            alike = (name, stage.layers, stage.tp_size)
+            if alike not in shared:
+                shared[alike] = transfers_in_passes(costs, plan, name, stage)
+            transfers = shared[alike]
             link = costs.device.link_bytes_per_ms(stage.cp_groups[0])
             kind = (name, stage.layers, stage.tp_size, link, first_rank, waits_ms, transfers)
             if kind not in known:

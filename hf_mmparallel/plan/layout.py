@@ -1,4 +1,4 @@
-"""`ModuleLayout`: the sizes and the place of a module, from which a plan is built."""
+"""`ModuleLayout`: the sizes and the place of a module, from which a plan is built; plans in the files of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from .methods import Schedule
@@ -21,7 +22,9 @@ from .parallel_plan import (
     fitting_virtual_stages,
     layout_text,
     settings_of,
+    write_data,
 )
+from .planned_for import PlannedFor
 from .plugin import ModulePlugin
 
 
@@ -29,7 +32,7 @@ from .plugin import ModulePlugin
 class ModuleLayout:
     """The layout of one module with equal replicas, as users name it and a search finds it."""
 
-    layers: tuple[int, ...]  # of each stage, in the order of the model
+    layers: tuple[int, ...] = ()  # of each stage, in the order of the model; none in the settings of any stages
     dp_size: int = 1  # number of replicas
     cp_size: int = 1
     tp_size: int = 1
@@ -63,11 +66,16 @@ class ModuleLayout:
         return math.prod(self.sizes.values())
 
     @classmethod
-    def of(cls, plugin: ModulePlugin, layers: tuple[int, ...], host: str | None = None) -> ModuleLayout:
+    def of(cls, plugin: ModulePlugin, layers: tuple[int, ...] = (), host: str | None = None) -> ModuleLayout:
         """The layout that a user asks for, with so many layers in each stage."""
         known = (f.name for f in fields(cls) if f.name not in ("layers", "host", "vp_size"))
         settings = {name: getattr(plugin, name) for name in known}
         return cls(layers, **settings, vp_size=plugin.vp_size or 1, host=host)
+
+    @classmethod
+    def of_plan(cls, module: ModulePlan) -> ModuleLayout:
+        """The sizes and settings of a module of a plan, without its stages."""
+        return cls((), module.dp_size, module.cp_size, module.tp_size, **settings_of(module))
 
     def setting(self, name: str) -> Any:
         """The value of a setting of [`ModulePlugin`] that a search keeps."""
@@ -80,6 +88,10 @@ class ModuleLayout:
             return self
         layers = (n // vp_size + (turn < n % vp_size) for turn in range(vp_size) for n in self.layers)
         return replace(self, layers=tuple(layers), vp_size=vp_size)
+
+    def plan(self, replicas: tuple[tuple[Stage, ...], ...]) -> ModulePlan:
+        """The module with stages on ranks."""
+        return ModulePlan(replicas, **settings_of(self))
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
@@ -125,6 +137,33 @@ def plan_from(
     for name in spec.modules:
         layout = layouts[name]
         replicas = layout.stages(spec, name, first_ranks[layout.host or name])
-        modules[name] = ModulePlan(replicas, **settings_of(layout))
+        modules[name] = layout.plan(replicas)
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
     return with_split_backwards(plan, spec.modules, spec.tied, split_backward)
+
+
+def layout_data(
+    plan: ParallelPlan, modules: Mapping[str, ModulePlugin], planned_for: PlannedFor | None = None
+) -> dict[str, Any]:
+    """
+    The value of `parallel=` that repeats a run.
+
+    Returns:
+        `dict`: The plan and, under `modules`, the settings that a plan does not contain, such as `freeze`. The plan
+        alone if there is nothing beside it.
+    """
+    settings = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
+    beside: dict[str, Any] = {} if planned_for is None else {"planned_for": planned_for.to_dict()}
+    if settings:
+        beside["modules"] = settings
+    return {**beside, "plan": plan.to_dict()} if beside else plan.to_dict()
+
+
+def save_layout(
+    path: str | Path,
+    plan: ParallelPlan,
+    modules: Mapping[str, ModulePlugin],
+    planned_for: PlannedFor | None = None,
+) -> None:
+    """Writes [`layout_data`] as YAML, or as JSON if the file name ends in `.json`."""
+    write_data(path, layout_data(plan, modules, planned_for))

@@ -56,7 +56,7 @@ def memory_of(stage: int, shard_size: int | None = None, **sizes):
 
 
 def transfers_of(costs, plan, index: int) -> PassTransfers:
-    transfers = pass_transfers(costs, plan, LANGUAGE_MODEL, index)
+    transfers = pass_transfers(costs, plan, LANGUAGE_MODEL, plan.stage(LANGUAGE_MODEL, 0, index).layers)
     assert transfers is not None
     return transfers
 
@@ -138,8 +138,8 @@ def test_stages_know_their_own_layers_and_ranks():
     assert (first.outer_rows, last.outer_rows) == ((1, 0), (0, 1))
     expected = 3 / 4 * held_bytes(costs, LANGUAGE_MODEL, 2, (0,))[0] / device.link_bytes_per_ms((0, 4, 8, 12))
     assert first.gather_ms[1] == last.gather_ms[0] == pytest.approx(expected)
-    assert pass_transfers(costs, plan_of(costs.spec, 1), LANGUAGE_MODEL, 0) is None
-    assert pass_transfers(costs, plan_of(costs.spec, 3, dp_size=1), LANGUAGE_MODEL, 0) is None
+    assert pass_transfers(costs, plan_of(costs.spec, 1), LANGUAGE_MODEL, (0, LAYERS)) is None
+    assert pass_transfers(costs, plan_of(costs.spec, 3, dp_size=1), LANGUAGE_MODEL, (0, LAYERS)) is None
     # One stage runs a forward and a backward in turns; several stages run forwards in a row.
     assert transfers_of(costs, plan_of(costs.spec, 3), 0).alternates and not first.alternates
 
@@ -247,5 +247,6 @@ def test_what_the_computation_does_not_hide_of_streamed_layers_is_waited_for():
     assert streamed.task_ms(*few, FORWARD) == pytest.approx(LAYERS * LAYER_MS, rel=0.05)
     hidden = streamed.task_ms(*many, FORWARD) - kept.task_ms(*many, FORWARD)
     assert hidden == pytest.approx(LAYER_MS, rel=1e-6)  # of the first layer alone
-    found = [transfers_in_passes(costs, plans[1], name, 0) for name in ("vision", LANGUAGE_MODEL)]
+    names = ("vision", LANGUAGE_MODEL)
+    found = [transfers_in_passes(costs, plans[1], name, plans[1].stage(name, 0, 0)) for name in names]
     assert found[0] is not None and found[1] is None
