@@ -16,10 +16,10 @@ from ..schedule.kinds import LAST_PASSES
 from .activations import DTYPE_BYTES, FULL
 from .collectives import CollectiveTime, all_gather, all_reduce, slowest
 from .devices import host_step_ms
+from .layer_table import layer_table
 from .layers import CostModel
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, PassTransfers, parameter_bytes, pass_transfers
 from .stage_memory import GRADIENT_BUCKET_BYTES, stage_memories
-from .stage_times import layer_table
 
 # module and replicas -> tokens and squared lengths `[2, chunks]` of the chunks whose backwards are the last ones
 LastChunks = Callable[[str, NDArray], NDArray]

@@ -43,7 +43,7 @@ def _with_even_layers(
             estimate.dp_size,
             estimate.kind.cp_size,
             estimate.kind.tp_size,
-            estimate.kind.checkpointing,
+            estimate.kind.activation_checkpointing,
             options[name].sharding(estimate.kind, estimate.dp_size),
         )
         for name, estimate in estimated.estimates.items()
@@ -92,7 +92,7 @@ class SingleLayouts:
                 for name, options in self.options.items():
                     same = [kind for kind in options.plain_kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
                     if same:
-                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != recompute)
+                        kinds[name] = min(same, key=lambda kind: kind.activation_checkpointing != recompute)
                 if len(kinds) == len(self.options) and kinds not in result:
                     result.append(kinds)
         return result

@@ -73,14 +73,16 @@ class ReplicatedEncoders:
                     continue
                 layers = even_layers(language.module_spec.num_layers, pp_size)
                 sharding = language.sharding(kind, dp_size)
-                layout = ModuleLayout(layers, dp_size, 1, kind.tp_size, kind.checkpointing, sharding)
+                layout = ModuleLayout(layers, dp_size, 1, kind.tp_size, kind.activation_checkpointing, sharding)
                 for count in microbatch_counts(problem, dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
 
     def _encoder_kind(self, name: str, layout: ModuleLayout) -> ParallelConfig:
         """Configuration of an encoder on the ranks of a stage."""
         kinds = [kind for kind in self.options[name].plain_kinds if kind.tp_size in (1, layout.tp_size)]
-        return max(kinds, key=lambda kind: (kind.tp_size, kind.checkpointing == layout.activation_checkpointing))
+        return max(
+            kinds, key=lambda kind: (kind.tp_size, kind.activation_checkpointing == layout.activation_checkpointing)
+        )
 
     def _estimate_ms(self, kind: ParallelConfig, layout: ModuleLayout, count: int) -> float:
         """`sum of stages + (microbatches - 1) x slowest stage`, with the encoders in each stage."""
@@ -126,7 +128,10 @@ class ReplicatedEncoders:
         costs = self.problem.costs
         stages = StepCost(costs, plan, step, batch, representatives.first_represented)
         encoders = {name: self._encoder_kind(name, replicated.layout) for name in self.spec.encoders}
-        tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
+        tables = {
+            name: layer_table(costs, name, kind.tp_size, kind.activation_checkpointing)
+            for name, kind in encoders.items()
+        }
         batch_indices = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, batch_indices, batch)
         timeline = simulate(representatives, step, cost, stages.messages_ms, stages.sync_ms)

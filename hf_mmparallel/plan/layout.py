@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,6 +20,7 @@ from .parallel_plan import (
     StorageSettings,
     fitting_virtual_stages,
     layout_text,
+    settings_of,
 )
 from .plugin import ModulePlugin
 
@@ -39,37 +40,6 @@ class ModuleLayout:
     vp_size: int = 1  # stages of each rank of a pipeline
     ep_size: int = 1  # ranks of its dp x cp x tp that share the experts of each layer
     host: str | None = None  # the module whose ranks it is on, in their order; ranks of its own by default
-
-    @classmethod
-    def of_plugin(cls, plugin: ModulePlugin, layers: tuple[int, ...] = ()) -> ModuleLayout:
-        """The layout that a user names, with the layers of its stages."""
-        return cls(
-            layers,
-            plugin.dp_size,
-            plugin.cp_size,
-            plugin.tp_size,
-            plugin.activation_checkpointing,
-            plugin.sharding,
-            plugin.storage,
-            plugin.context,
-            plugin.vp_size or 1,
-            plugin.ep_size,
-        )
-
-    @classmethod
-    def of_plan(cls, module: ModulePlan) -> ModuleLayout:
-        """The sizes and settings of a module of a plan, without its stages."""
-        return cls(
-            (),
-            module.dp_size,
-            module.cp_size,
-            module.tp_size,
-            module.activation_checkpointing,
-            module.sharding,
-            module.storage,
-            module.context,
-            ep_size=module.ep_size,
-        )
 
     @property
     def zero_stage(self) -> int:
@@ -92,6 +62,18 @@ class ModuleLayout:
     def num_ranks(self) -> int:
         return math.prod(self.sizes.values())
 
+    @classmethod
+    def of(cls, plugin: ModulePlugin, layers: tuple[int, ...] = (), host: str | None = None) -> ModuleLayout:
+        """The layout that a user asks for, with so many layers in each stage."""
+        known = (f.name for f in fields(cls) if f.name not in ("layers", "host", "vp_size"))
+        settings = {name: getattr(plugin, name) for name in known}
+        return cls(layers, **settings, vp_size=plugin.vp_size or 1, host=host)
+
+    @classmethod
+    def of_plan(cls, module: ModulePlan) -> ModuleLayout:
+        """The sizes and settings of a module of a plan, without its stages."""
+        return cls((), module.dp_size, module.cp_size, module.tp_size, **settings_of(module))
+
     def setting(self, name: str) -> Any:
         """The value of a setting of [`ModulePlugin`] that a search keeps."""
         return next(getattr(own, name) for own in (self, self.sharding, self.storage) if hasattr(own, name))
@@ -106,8 +88,7 @@ class ModuleLayout:
 
     def plan(self, replicas: tuple[tuple[Stage, ...], ...]) -> ModulePlan:
         """The module with stages on ranks."""
-        settings = (self.activation_checkpointing, self.context, self.sharding, self.storage)
-        return ModulePlan(replicas, *settings, self.ep_size)
+        return ModulePlan(replicas, **settings_of(self))
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}

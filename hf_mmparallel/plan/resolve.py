@@ -208,8 +208,7 @@ def resolve_plan(
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size, plugin.context)
         plugin.check_deepspeed_stages(name, plugin.pp_size)
-        layout = ModuleLayout.of_plugin(plugin, split_layers(module.num_layers, plugin, name))
-        layouts[name] = replace(layout, host=host)
+        layouts[name] = ModuleLayout.of(plugin, split_layers(module.num_layers, plugin, name), host)
     wanted = {name: plugin.split_backward for name, plugin in plugins.items()}
     in_order = {name: layouts[name] for name in spec.modules}
     plan = plan_from(in_order, spec, schedule, num_microbatches, split_backward=wanted)

@@ -166,7 +166,7 @@ def layouts_of(plugins: Mapping[str, ModulePlugin]) -> dict[str, ModuleLayout]:
     The layouts of modules in each pipeline of templates, for [`model_chain`]: as many copies of all of them as share
     optimizer state, which are on the same nodes.
     """
-    layouts = {name: ModuleLayout.of_plugin(plugin) for name, plugin in plugins.items()}
+    layouts = {name: ModuleLayout.of(plugin) for name, plugin in plugins.items()}
     sharing = [max(1, (layout.shard_size or 1) // layout.cp_size) for layout in layouts.values() if layout.zero_stage]
     copies = lcm(*sharing)
     return {name: replace(layout, dp_size=copies) for name, layout in layouts.items()}

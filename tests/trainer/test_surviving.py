@@ -141,6 +141,7 @@ def test_processes_that_join_change_no_number(tmp_path: Path, case: str):
     assert (tmp_path / "run" / "recovery.png").is_file()
 
 
+@pytest.mark.deep
 @live
 def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
     deaths = ["1:2:forward:term", "0:6:norm:term"]  # the second one is the first rank, after the sums of its step
@@ -152,6 +153,7 @@ def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.deep
 @live
 @pytest.mark.deep
 def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
@@ -161,6 +163,7 @@ def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     assert (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").is_file()
 
 
+@pytest.mark.deep
 @live
 @pytest.mark.deep
 def test_ranks_that_wait_for_each_other_meet_anew(tmp_path: Path):
