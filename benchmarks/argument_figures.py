@@ -10,12 +10,35 @@ from peft import LoraConfig, PeftType
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from hf_mmparallel.modeling import adapter, peft_models
+from hf_mmparallel.modeling import adapter
 from hf_mmparallel.trainer import argument_table
 from hf_mmparallel.trainer.argument_table import Differs, Refused, WithoutEffect
 
 NOT_LOOKED_AT = "not looked at"  # the argument is newer than the tables
 
+# fields of `TrainingArguments` that mean what they mean on one process
+AS_STOCK = {
+    "output_dir", "num_train_epochs", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "optim_target_modules", "max_grad_norm", "bf16",
+    "tf32", "torch_empty_cache_steps", "logging_strategy", "logging_steps", "logging_first_step",
+    "log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level",
+    "log_level_replica", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",
+    "trackio_bucket_id", "trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay",
+    "prediction_loss_only", "eval_on_start", "eval_do_concat_batches", "include_for_metrics", "save_only_model",
+    "save_strategy", "save_steps", "save_total_limit", "push_to_hub", "hub_token", "hub_private_repo",
+    "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better", "restore_callback_states_from_checkpoint", "full_determinism",
+    "data_seed", "use_cpu", "dataloader_drop_last", "dataloader_pin_memory", "dataloader_persistent_workers",
+    "dataloader_multiprocessing_context", "remove_unused_columns", "length_column_name", "skip_memory_metrics",
+    "accelerator_config.use_configured_state",
+}  # fmt: skip
+# those that are there for training scripts and their parsers; no Trainer reads them
+FOR_SCRIPTS = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank")
+# arguments of `Trainer` that mean what they mean on one process
+TRAINER_AS_STOCK = {
+    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics",
+    "callbacks", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+}  # fmt: skip
 # Settings of a LoRA adapter that hold in `peft_config` of a module and in a `PeftModel`
 LORA_AS_PEFT = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "r",
@@ -77,7 +100,7 @@ def training_arguments() -> str:
     """A row for each field of `TrainingArguments`, and of `accelerator_config` in it."""
     names = [field.name for field in fields(TrainingArguments) if field.name != "accelerator_config"]
     names += [f"accelerator_config.{field.name}" for field in fields(AcceleratorConfig)]
-    known = dict(argument_table.ARGUMENTS), argument_table.AS_STOCK, argument_table.FOR_SCRIPTS
+    known = dict(argument_table.ARGUMENTS), AS_STOCK, FOR_SCRIPTS
     return table(
         ("argument", "under a plan", "why, how, or what instead"),
         ([f"`{name}`", *treatment(name, *known)] for name in sorted(names)),
@@ -87,7 +110,7 @@ def training_arguments() -> str:
 def trainer_arguments() -> str:
     """A row for each argument of the Trainer."""
     names = list(inspect.signature(Trainer.__init__).parameters)[1:]
-    known = dict(argument_table.TRAINER_ARGUMENTS), argument_table.TRAINER_AS_STOCK
+    known = dict(argument_table.TRAINER_ARGUMENTS), TRAINER_AS_STOCK
     return table(
         ("argument", "under a plan", "why, how, or what instead"),
         ([f"`{name}`", *treatment(name, *known)] for name in names),
@@ -100,8 +123,8 @@ def lora_treatment(name: str) -> tuple[str, str]:
     in_module, in_model = LORA_NOTES.get(name, ("", ""))
     if name in adapter.REFUSED:
         in_module = f"refused. {adapter.REFUSED[name]}"
-    if name in peft_models.REFUSED:
-        reason, remedy = peft_models.REFUSED[name]
+    if name in adapter.REFUSED_WHEN_GIVEN:
+        reason, remedy = adapter.REFUSED_WHEN_GIVEN[name]
         in_model = f"refused: {reason}. {remedy}"
     return in_module or default, in_model or default
 

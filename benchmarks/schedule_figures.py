@@ -12,7 +12,7 @@ from hf_mmparallel.plan.methods import Schedule
 from hf_mmparallel.plan.model_spec import Edge
 from hf_mmparallel.planning.gantt import gantt_text
 from hf_mmparallel.schedule import Timeline, find_representatives, simulate
-from hf_mmparallel.schedule.actions import Task
+from hf_mmparallel.schedule.kinds import Task
 
 RANKS, MICROBATCHES, WIDTH = 4, 8, 108
 TITLES = {

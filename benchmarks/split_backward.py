@@ -37,7 +37,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
-from hf_mmparallel.runtime.weight_gradients import PutOffGradient, WeightGradients
+from hf_mmparallel.runtime.executor import PutOffGradient, WeightGradients
 
 CASES = ("plain", "recomputed", "LoRA", "autocast")
 GOAL = 1.05

@@ -51,9 +51,9 @@ from transformers import TrainerCallback
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.modeling import token_loss, vocabulary_loss
-from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.modeling import lazy_logits, token_loss
 from hf_mmparallel.modeling.lazy_logits import return_lazy_logits
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, sync_groups
 from hf_mmparallel.runtime import engine, executor, optimizer_slices
 from hf_mmparallel.runtime.gradients import GradientSync
@@ -287,7 +287,7 @@ def measure_loss(name: str, tokens: int, num_targets: int, repeats: int) -> dict
             token_loss(model, head(hidden), labels, shifted=True)[0].backward()  # type: ignore[arg-type]
 
     most = WORDS * tokens // 4 if name == "targets, in chunks" else WORDS * tokens
-    with patch.object(vocabulary_loss, "MAX_LOGITS", most):
+    with patch.object(lazy_logits, "MAX_LOGITS", most):
         compute()
         hidden.grad = head.weight.grad = None
         with LiveBytes() as memory:

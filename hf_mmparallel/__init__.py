@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from .plan import ModulePlugin, MultimodalParallelPlugin, ParallelPlan
     from .trainer import MultimodalParallelTrainer, MultimodalTrainingArguments, ParallelModel, parallelize, prepare
     from .trainer.engine_callback import EngineCallback
-    from .trainer.metrics_callback import ParallelMetricsCallback
+    from .trainer.metrics_callback import ParallelMetricsCallback, TimelineCallback
     from .trainer.sft import MultimodalSFTConfig, MultimodalSFTTrainer
-    from .trainer.timeline_callback import TimelineCallback
 
 __version__ = "0.1.0"
 
@@ -62,7 +61,7 @@ _MODULE_OF = {
     "ParallelMetricsCallback": ".trainer.metrics_callback",
     "ParallelModel": ".trainer",
     "ParallelPlan": ".plan",
-    "TimelineCallback": ".trainer.timeline_callback",
+    "TimelineCallback": ".trainer.metrics_callback",
     "parallelize": ".trainer",
     "prepare": ".trainer",
     "start_anew_at_samples": ".kernels.recurrent_layers",

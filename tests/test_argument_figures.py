@@ -12,8 +12,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import config as lora
 
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.adapter import add_adapters
-from hf_mmparallel.modeling.peft_models import unwrap_peft_model
+from hf_mmparallel.modeling.adapter import add_adapters, unwrap_peft_model
 from tests import tiny
 
 ROOT = Path(__file__).parent.parent
@@ -47,8 +46,8 @@ def test_every_argument_has_been_looked_at(name: str, monkeypatch: pytest.Monkey
     """One that a new version of transformers or peft adds has to be classified."""
     assert figures.NOT_LOOKED_AT not in figures.BLOCKS[name]()
     monkeypatch.setattr(figures, "LORA_AS_PEFT", set())
-    monkeypatch.setattr(figures.argument_table, "AS_STOCK", set())
-    monkeypatch.setattr(figures.argument_table, "TRAINER_AS_STOCK", set())
+    monkeypatch.setattr(figures, "AS_STOCK", set())
+    monkeypatch.setattr(figures, "TRAINER_AS_STOCK", set())
     assert name == "adapter_types" or figures.NOT_LOOKED_AT in figures.BLOCKS[name]()
 
 

@@ -17,8 +17,7 @@ from .colocated_modules import ColocatedModules, colocated_encoders, colocated_g
 from .deferral import defer, pair_means, pair_order, shuffled_pairs
 from .estimate import Pipeline
 from .greedy import Capacity, exchange, fill_bins, members_by_bin
-from .microbatch_counts import microbatch_counts
-from .microbatch_sizes import MAX_RELATIVE_SIZE, Sizes, best_count, best_sizes
+from .microbatch_counts import MAX_RELATIVE_SIZE, Sizes, best_count, best_sizes, microbatch_counts
 
 # Assignment of samples to the data-parallel replicas of the language model.
 

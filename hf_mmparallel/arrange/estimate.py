@@ -37,7 +37,6 @@ class Pipeline:
 
     @classmethod
     def of(cls, plan: ParallelPlan, backward_ratio: Mapping[str, float]) -> Pipeline:
-        """The pipeline of a plan."""
         owner: dict[int, int] = {}
         chains: dict[str, list[int]] = {}
         costs: list[tuple[str, int, float]] = []

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from .deferral import pair_order
 from .greedy import CapacityError
-from .microbatch_sizes import Sizes
+from .microbatch_counts import Sizes
 
 NUM_ORDERS = 3
 _COST_TOLERANCE = 1e-3  # relative tolerance of the minimum cost

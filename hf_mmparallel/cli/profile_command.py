@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..planning.argument_types import positive
+from ..planning.argument_types import above_zero, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,7 @@ def add_profile_parser(commands: Any) -> None:
     parser.add_argument("--max-tokens", type=positive, metavar="N", help="skip longer chunks")
     parser.add_argument(
         "--max-seconds",
-        type=_seconds,
+        type=above_zero,
         default=10.0,
         metavar="S",
         help="skip chunks whose forward and backward take longer (10)",
@@ -245,13 +245,3 @@ def _name(source: str) -> str:
 def _numbers(text: str) -> tuple[int, ...]:
     """Integers separated by commas."""
     return tuple(positive(part.strip()) for part in text.split(","))
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"`{text}` must be a number of seconds above 0.")
-    return value

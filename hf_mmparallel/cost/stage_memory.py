@@ -296,7 +296,7 @@ class _Head:
         return MAX_LOGITS / self.num_words if self.num_words else np.inf
 
     def memory(self, has_backward: bool, is_longer: bool) -> _LastMemory:
-        """The logits of a chunk, which has more than `max_tokens` if `is_longer`, see `vocabulary_loss.py`."""
+        """The logits of a chunk, which has more than `max_tokens` if `is_longer`, see `lazy_logits.py`."""
         compute = self.precision.compute
         copy = float(compute) if compute != FULL else 0.0  # of a value in the dtype of products, beside float32
         if self.is_cut or is_longer:  # the gradients are taken in the forward

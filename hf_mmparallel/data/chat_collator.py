@@ -16,7 +16,7 @@ from transformers.utils import logging
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..modeling.loss import IGNORE_INDEX
-from .image_shapes import without_pixels
+from .image_sizes import without_pixels
 from .media_values import BLANKS, READERS, locate, naming_libraries
 from .sample_formats import FORMATS, MEDIA_COLUMNS, Chat, SampleFormat, read_sample
 from .token_collator import TOKEN_FIELDS, PretokenizedCollator, is_left_out

@@ -50,7 +50,6 @@ def fingerprint(
     batches: Mapping[ChunkKey, Mapping[str, Any]],  # collated inputs of this rank's chunks
     samples: Mapping[int, Collection[int]],  # batch index -> checksums of the sample
 ) -> StepFingerprint:
-    """Computes the fingerprint of a step."""
     chunks: dict[tuple[str, int, int], list[Mapping[str, Any]]] = {}
     for (module, replica, index, _), batch in sorted(batches.items()):
         chunks.setdefault((module, replica, index), []).append(batch)

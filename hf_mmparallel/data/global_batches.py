@@ -91,7 +91,6 @@ class GlobalBatchSampler:
         return self.sampler.starts[epoch][1] if epoch in getattr(self.sampler, "starts", ()) else None
 
     def num_batches(self, num_samples: int) -> int:
-        """Number of global batches for a number of samples."""
         return num_samples // self.global_batch_size if self.drop_last else -(-num_samples // self.global_batch_size)
 
     def __len__(self) -> int:

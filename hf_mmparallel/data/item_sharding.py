@@ -12,8 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..modeling.features import count_feature_tokens, feature_runs, flat_features
-from ..modeling.forward_inputs import forward_arguments, meta_forward, meta_inputs
+from ..modeling.features import (
+    count_feature_tokens,
+    feature_runs,
+    flat_features,
+    forward_arguments,
+    meta_forward,
+    meta_inputs,
+)
 from ..modeling.spec import ModulePart
 from ..plan import ModelSpec, ModuleSpec
 from .context_tokens import ContextSharder, ContextSharding
@@ -68,7 +74,6 @@ class ItemSharding:
     num_tokens: Mapping[str, list[int]]  # modality -> number of feature tokens of each sample
 
     def local(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
-        """The items of a cp rank in a batch."""
         selected = [items.select(batch, cp_rank) for items in self.items.values()]
         return {**batch, **{name: value for entries in selected for name, value in entries.items()}}
 
@@ -93,7 +98,6 @@ class ItemSharder:
 
     @classmethod
     def of(cls, model: PreTrainedModel, spec: ModelSpec, part: ModulePart, name: str, cp_size: int) -> ItemSharder:
-        """The sharder of an encoder."""
         module = spec.modules[name]
         active = sum(use.num_active for use in spec.uses.get((name, 0), ()))
         entries = {modality: part.input_names(modality) for modality in part.modalities}

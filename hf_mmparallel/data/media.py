@@ -101,7 +101,6 @@ class _View:
         return dataset
 
     def _of_columns(self, dataset: Any) -> Any:
-        """The view of a `datasets.Dataset`."""
         columns = [name for name in sorted(self.unused) if _is_floating(dataset.features.get(name))]
         features = without_decoding(dict(dataset.features), MEDIA_FEATURES - self.decodes)
         changed = features != dict(dataset.features)
@@ -116,7 +115,6 @@ class _View:
         return dataset.remove_columns(columns) if columns else dataset
 
     def _of_window(self, window: StreamWindow) -> Any:
-        """The view of a stream."""
         known = dict(window.features or {})
         left = {name: part for name, part in known.items() if name not in self.unused or not _is_floating(part)}
         kept = without_decoding(left, MEDIA_FEATURES - self.decodes)

@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers.audio_utils import load_audio
 from transformers.image_utils import load_image
 
-from .image_shapes import blank_array
-from .image_sizes import UnknownSizeError, decode_image, image_size
+from .image_sizes import UnknownSizeError, blank_array, decode_image, image_size
 
 _SECONDS = 30.0  # for the answer to a URL
 _EXACT = ("WAV", "WAVEX", "FLAC", "AIFF")  # files of sound whose header has the number of samples

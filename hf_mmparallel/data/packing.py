@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 from ..kernels.bitfield_attention import decode_words
 from ..kernels.recurrent_layers import recurrent_kinds, start_anew_at_samples
 from ..modeling.loss import IGNORE_INDEX
+from ..plan import LANGUAGE_MODEL, ModelSpec
 from .mask_rules import MaskRule, PositionRule, config_and_class, real_tokens
 from .token_collator import TOKEN_FIELDS, padding_of
 
@@ -163,7 +165,6 @@ class PackingCollator:
         return -(-length // step) * step
 
     def _pad_token(self) -> int:
-        """Id of the padding token."""
         for config in (self.config.get_text_config(), self.config):
             if isinstance(getattr(config, "pad_token_id", None), int) and config.pad_token_id >= 0:
                 return config.pad_token_id
@@ -226,3 +227,40 @@ def _words_by_sample(words: Tensor) -> Tensor:
     """Renumbers the segments of words: row `i`, with segment 1, gets segment `i + 1`."""
     rows = torch.arange(len(words), device=words.device)[:, None]
     return torch.where(words != 0, words + rows, words)  # the segment is the lowest field
+
+
+# The choice between packed and padded rows, with its reason.
+
+
+@dataclass(frozen=True)
+class RowChoice:
+    """The form of rows of the language model."""
+
+    packed: bool  # whether a microbatch is one row without padding
+    reason: str  # why, in words
+
+    def __str__(self) -> str:
+        form = "packed into one row" if self.packed else "padded to the longest of their microbatch"
+        return f"Samples are {form}: {self.reason}."
+
+
+def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any) -> RowChoice:
+    """
+    Decides how rows are made under a plan: packed by default wherever the model, with its attention set, allows it.
+    """
+    if isinstance(collator, PackingCollator):
+        return RowChoice(True, "the data collator does")
+    if packing is not None:
+        return RowChoice(packing, f"`packing={packing}`")
+    attention = spec.language_model.attention
+    if attention != ATTENTION:
+        return RowChoice(
+            False,
+            f"`{attention}` attention can't pack them; `packing=True` does, with `{ATTENTION}`",
+        )
+    try:
+        _ = MaskRule(model), PositionRule(model)  # their checks
+        start_anew_at_samples(model)
+    except ValueError as error:
+        return RowChoice(False, str(error).rstrip("."))
+    return RowChoice(True, f"`{LANGUAGE_MODEL}` has `{ATTENTION}` attention, which keeps them apart")

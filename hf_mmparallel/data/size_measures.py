@@ -34,7 +34,6 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]]) -> Ragged:
-        """From lists."""
         flat = [value for row in rows for value in row]
         return cls(np.array(flat, dtype=np.int64), np.array([len(row) for row in rows], dtype=np.int64))
 
@@ -242,7 +241,6 @@ class TokenMeasure(SampleMeasure):
 
     @classmethod
     def of(cls, spec: ModelSpec) -> TokenMeasure:
-        """The measure of a model."""
         return cls(
             {
                 name: tuple(

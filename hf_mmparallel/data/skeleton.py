@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ..modeling.dtensors import whole_shape
 from ..modeling.features import flat_features
 from ..modeling.spec import find_stack, layers_of, module_parts
-from ..modeling.unowned import hidden_of, identity_layer
+from ..modeling.unowned import hidden_of, identity_layer, whole_shape
 
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 

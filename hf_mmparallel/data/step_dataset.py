@@ -104,7 +104,6 @@ class StepDataset(Dataset):
         self.window = window
 
     def reader(self, module: str) -> Reader:
-        """The reader of a module."""
         return self.readers if isinstance(self.readers, Reader) else self.readers[module]
 
     def __len__(self) -> int:

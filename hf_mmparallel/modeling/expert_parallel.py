@@ -25,8 +25,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ..kernels.row_exchange import Layout, RowExchange, layout_of
 from ..world import run_collective
-from .dtensors import give_own_memory, local, whole_shape
 from .tp_collectives import Sum, SumGradients
+from .unowned import give_own_memory, local, whole_shape
 
 _MARK = "_is_expert_parallel"  # attribute of modules with `use_experts_implementation`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of tokens and weights, by their number

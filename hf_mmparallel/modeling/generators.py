@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from .encoder_parts import MLPProjector, keep_weights
-from .forward_inputs import forward_arguments
+from .features import forward_arguments
 from .loss import IGNORE_INDEX
+from .multimodal_backbone import MLPProjector, keep_weights
 from .multimodal_config import GeneratorSettings, MultimodalConfig
 
 # Widths of the condition in configs of diffusion models, the first that there is.

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._device import to_device
-from ..kernels.known_values import keep_values, known_values
+from .._device import keep_values, known_values, to_device
 
 _MOST_ELEMENTS = 2**18  # of a result that is computed on the host, too
 _READS = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from .encoder_parts import LogitScale
+from .multimodal_backbone import LogitScale
 from .multimodal_model import MultimodalModel
 
 LLAVA_ENCODERS = ("CLIPVisionModel", "SiglipVisionModel")

@@ -14,6 +14,7 @@ FEATURE_SELECTIONS = ("full", "default", "pooled")
 PROJECTOR_TYPES = ("linear", "mlp", "custom")
 
 
+@dataclass(frozen=True)
 class _Settings:
     """Settings that a configuration holds as plain data."""
 
@@ -22,7 +23,7 @@ class _Settings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Reads settings from plain data. Raises `ValueError` for an unknown key, with the most similar one."""
-        reject_unknown_keys(f"`{cls.table}`", list(values), [f.name for f in fields(cls)])  # type: ignore[arg-type]
+        reject_unknown_keys(f"`{cls.table}`", list(values), [f.name for f in fields(cls)])
         return cls(**values)
 
 
@@ -156,32 +157,12 @@ class MultimodalConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "losses", "rows"]
 
     def __post_init__(self, **kwargs):
-        configs, generators = self.encoder_configs or {}, self.generator_configs or {}
-        self.encoder_names = list(self.encoder_names or configs)  # JSON sorts the keys of a dict
-        self.generator_names = list(self.generator_names or generators)
+        self.encoder_names = list(self.encoder_names or self.encoder_configs or ())  # JSON sorts the keys of a dict
+        self.generator_names = list(self.generator_names or self.generator_configs or ())
         check_module_names(tuple(self.encoder_names), tuple(self.generator_names))
-        self.encoder_configs = {name: _as_config(configs[name]) for name in self.encoder_names}
-        self.generator_configs = {name: _as_config(generators[name]) for name in self.generator_names}
         self.text_config = _as_config({"model_type": "llama"} if self.text_config is None else self.text_config)
-        settings = self.encoder_settings or {}
-        if set(settings) != set(self.encoder_configs):
-            raise ValueError(
-                f"`encoder_settings` is given for {sorted(settings)} and `encoder_configs` for "
-                f"{sorted(self.encoder_configs)}. Give both for the same encoders."
-            )
-        self.encoder_settings = {
-            name: asdict(value if isinstance(value, EncoderSettings) else EncoderSettings.from_dict(value))
-            for name, value in ((name, settings[name]) for name in self.encoder_names)
-        }
-        if set(self.generator_settings or {}) != set(self.generator_names):
-            raise ValueError(
-                f"`generator_settings` is given for {sorted(self.generator_settings or {})} and `generator_configs` "
-                f"for {sorted(self.generator_names)}. Give both for the same generators."
-            )
-        self.generator_settings = {
-            name: asdict(value if isinstance(value, GeneratorSettings) else GeneratorSettings.from_dict(value))
-            for name, value in ((name, self.generator_settings[name]) for name in self.generator_names)
-        }
+        self._complete("encoder", EncoderSettings)
+        self._complete("generator", GeneratorSettings)
         if self.tie_word_embeddings is None:
             self.tie_word_embeddings = bool(getattr(self.text_config, "tie_word_embeddings", False))
         implementations = self._implementations()
@@ -191,6 +172,21 @@ class MultimodalConfig(PreTrainedConfig):
                 config._attn_implementation_internal = attention
             if kwargs.get("experts_implementation") is None:
                 config._experts_implementation_internal = experts
+
+    def _complete(self, kind: str, settings_class: type[_Settings]) -> None:
+        """Makes configs, and settings as plain data, of what is given for the encoders or the generators."""
+        names, configs, given = (getattr(self, f"{kind}_{what}") or {} for what in ("names", "configs", "settings"))
+        if set(given) != set(names):
+            raise ValueError(
+                f"`{kind}_settings` is given for {sorted(given)} and `{kind}_configs` for {sorted(names)}. Give both "
+                f"for the same {kind}s."
+            )
+        settings = {
+            name: value if isinstance(value, settings_class) else settings_class.from_dict(value)
+            for name, value in ((name, given[name]) for name in names)
+        }
+        setattr(self, f"{kind}_configs", {name: _as_config(configs[name]) for name in names})
+        setattr(self, f"{kind}_settings", {name: asdict(own) for name, own in settings.items()})
 
     def _implementations(self) -> list[tuple[PreTrainedConfig, Any, Any]]:
         """Lists all nested configs, with their attention and experts implementations."""
@@ -216,11 +212,9 @@ class MultimodalConfig(PreTrainedConfig):
         return dict.fromkeys(self._nested, AutoConfig)
 
     def settings(self, name: str) -> EncoderSettings:
-        """Returns the settings of one encoder."""
         return EncoderSettings.from_dict(self.encoder_settings[name])
 
     def generator_setting(self, name: str) -> GeneratorSettings:
-        """Returns the settings of one generator."""
         return GeneratorSettings.from_dict(self.generator_settings[name])
 
     def __getattr__(self, name: str):

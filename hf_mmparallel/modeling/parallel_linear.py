@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from .dtensors import local
 from .lazy_logits import return_lazy_logits
 from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph, sum_rows
+from .unowned import local
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
 _ROW_STYLES = ("rowwise",)

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
-from .offloaded_activations import OffloadedActivations
 from .spec import ModulePart, inside, layers_of, module_parts
 from .stages import ModuleStage
+from .streamed_layers import OffloadedActivations
 from .unowned import drop_unowned_parameters, identity_layer, is_unowned
 
 # Activation checkpointing, per tower.

@@ -90,7 +90,6 @@ class RouterLoss:
         return (*output[:carrier], carried, *output[carrier + 1 :])
 
     def gradient(self, logits_RE: Tensor, is_real_R: Tensor | None) -> Tensor:
-        """Returns the gradient of the logits."""
         assert self._weights_E is not None
         with torch.enable_grad():
             logits_RE = logits_RE.detach().requires_grad_()

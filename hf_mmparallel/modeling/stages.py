@@ -13,7 +13,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,151 +26,11 @@ from ..kernels.bitfield_attention.hf import needing_words
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
 from .expert_parallel import without_tokens
-from .features import count_feature_tokens, flat_features, merge_output
-from .forward_inputs import required_arguments
+from .features import count_feature_tokens, flat_features, merge_output, required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
 from .spec import ModulePart, layers_of, module_parts
-from .unowned import hidden_of, identity_layer, is_unowned, with_hidden
-
-# Hooks on the layers of a stack that let a forward of the model start and stop at any layer.
-
-
-class StageExit(Exception):
-    """Raised to leave a forward at the entry of a layer, with the hidden state at that point."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__()
-        self.hidden = hidden
-
-
-@dataclass
-class StageRun:
-    """The range of layers of one forward."""
-
-    first: int  # the received hidden state replaces its input
-    stop: int  # the layer at whose entry the forward stops
-    # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
-    received: dict[int, Tensor] = field(default_factory=dict)
-    taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages
-    kept: dict[int, Tensor] = field(default_factory=dict)
-    probe: bool = False  # stops at the entry of the first layer
-    entered: bool = False
-    dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
-
-    @property
-    def hidden(self) -> Tensor | None:
-        """The received hidden state that replaces the input of the first layer; `None` in a first stage."""
-        return self.received.get(self.first - 1)
-
-
-class LayerInterceptor:
-    """Hooks on every layer of a stack, by which a forward uses a range of layers only."""
-
-    def __init__(self, layers: nn.ModuleList):
-        self.layers = layers
-        self.run: StageRun | None = None
-        self.checked = False
-        self._passed: dict[int, nn.Module] = {}  # index -> what stands for a layer of this rank that a forward passes
-        for index, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
-            layer.register_forward_hook(self._after(index))
-
-    @classmethod
-    def of(cls, layers: nn.ModuleList) -> LayerInterceptor:
-        """Returns the interceptor of a stack, which is created on first use."""
-        if "interceptor" not in layers.__dict__:
-            layers.__dict__["interceptor"] = cls(layers)
-        return layers.__dict__["interceptor"]
-
-    def _before(self, index: int):
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-            run = self.run
-            if run is None:
-                return None
-            if index == run.stop:
-                raise StageExit(hidden_of(args, kwargs))
-            if index == run.first:
-                run.dtype = hidden_of(args, kwargs).dtype
-            if index != run.first or index == 0:
-                return None
-            arrived = hidden_of(args, kwargs)
-            if run.probe:
-                raise StageExit(arrived)
-            assert run.hidden is not None
-            if run.entered:
-                raise ValueError(
-                    f"`{type(layer).__name__}` runs several times in a forward of the model, whose layers can't be "
-                    "split into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
-                )
-            # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
-            # adds features)
-            args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
-            if not self.checked:
-                _check_arguments(layer, args[1:], kwargs, run.hidden)
-                self.checked = True
-            run.entered = True
-            return args, kwargs
-
-        return hook
-
-    def _after(self, index: int):
-        """
-        Gives received hidden states also as the outputs of the earlier layers that they are of, for encoders that read
-        outputs of layers behind the last one (DeepStack, `vision_feature_layer=-2`), and would find those of identity
-        layers; keeps the outputs of taps for later stages.
-        """
-
-        def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):
-            run = self.run
-            if run is None:
-                return None
-            state = output[0] if isinstance(output, tuple) else output
-            is_given = index in run.received
-            if is_given:
-                state = run.received[index].to(state.dtype)
-            if index in run.taps:
-                run.kept[index] = state
-            if not is_given:
-                return None
-            return (state, *output[1:]) if isinstance(output, tuple) else state
-
-        return hook
-
-    @contextmanager
-    def running(self, run: StageRun) -> Iterator[None]:
-        """Forwards in this context use the layers of `run`; those before it, of a virtual stage, do nothing."""
-        outer, self.run = self.run, run
-        own = {i: self.layers[i] for i in range(run.first) if not getattr(self.layers[i], "is_identity_layer", False)}
-        for index, layer in own.items():
-            if index not in self._passed:
-                self._passed[index] = passed = identity_layer(layer)
-                # the same hooks, also those that are added in a later forward
-                vars(passed).update({name: value for name, value in vars(layer).items() if "hooks" in name})
-            self.layers[index] = self._passed[index]
-        try:
-            yield
-        finally:
-            self.run = outer
-            for index, layer in own.items():
-                self.layers[index] = layer
-
-
-def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
-    """Raises `ValueError` if a layer's argument depends on parameters of other stages, whose values are NaN here."""
-    pending = [args, *((value,) for value in kwargs.values() if value is not hidden)]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, (tuple, list)):
-            pending += value
-        elif isinstance(value, Tensor) and value.is_floating_point() and value is not hidden and value.isnan().any():
-            raise ValueError(
-                f"The layers of `{type(layer).__name__}` have an argument of shape {tuple(value.shape)} that depends "
-                f"on weights of an earlier stage, so the module can't be split. Use `pp_size=1` for it."
-            )
-
+from .unowned import LayerInterceptor, StageExit, StageRun, is_unowned
 
 # Forward of the language model with features that were computed elsewhere.
 
@@ -272,14 +132,6 @@ class OwnLoss:
     of_batch: bool  # labels are the `labels` of the batch rather than its `shift_labels`
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """The result of an encoder's layers for one modality."""
-
-    output: Any = None  # if its last layer was run
-    states: list[Tensor] = field(default_factory=list)  # otherwise what leaves the layers: a hidden state, and taps
-
-
 class ModuleStage:
     """Consecutive layers of one module, run by the model's own forward. Created by [`prepare_stages`]."""
 
@@ -363,11 +215,8 @@ class ModuleStage:
             return [torch.Size((batch, -(-length // self.row_shares), *self.module_spec.token_shape))]
         shapes = []
         with torch.no_grad():
-            if self.parts[self.module_name].generator is not None:
-                encoded = self._generated(inputs, self._blank_rows(inputs), StageRun(*self.layers, probe=True))
-                return [state.shape for state in encoded.states]
-            for modality in self.present(inputs):  # one each for an encoder
-                (arrived,) = self._encode(modality, inputs, StageRun(*self.layers, probe=True)).states
+            for _, forward in self._runs(inputs):
+                _, (arrived,) = self._intercepted(forward, StageRun(*self.layers, probe=True))
                 shapes += [arrived.shape] * self.module_spec.states_before(self.layers[0])
         return shapes
 
@@ -387,7 +236,10 @@ class ModuleStage:
         Raises `ValueError` if features that enter at this stage are missing.
         """
         with self._sharing():
-            return self._run(inputs, hidden, features or {}, num_tokens)
+            if self.module_name == LANGUAGE_MODEL:
+                return self._run_language_model(inputs, hidden or [], features or {}, num_tokens)
+            rows = next((value for value in (features or {}).get(LANGUAGE_MODEL, ()) if value is not None), None)
+            return self._run_encoder(inputs, hidden or [], rows)
 
     @contextmanager
     def _sharing(self) -> Iterator[None]:
@@ -402,21 +254,6 @@ class ModuleStage:
                 f"The code of `{type(self.model).__name__}` fails where ranks share the matrices of "
                 f"`{self.module_name}` ({type(error).__name__}: {error}). Use `tp_size=1` for it."
             ) from error
-
-    def _run(
-        self,
-        inputs: Mapping[str, Any],
-        hidden: Sequence[Tensor] | None,
-        features: Mapping[str, Sequence[Tensor | None]],
-        num_tokens: Mapping[str, int] | None,
-    ) -> list[Tensor]:
-        if self.module_name == LANGUAGE_MODEL:
-            return self._run_language_model(inputs, hidden, features, num_tokens)
-        if self.parts[self.module_name].generator is None:
-            return self._run_encoder(inputs, hidden or [])
-        received = (features or {}).get(LANGUAGE_MODEL, ())
-        rows = next((value for value in received if value is not None), None)
-        return self._run_generator(inputs, hidden, self._blank_rows(inputs) if rows is None else rows)
 
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         """Counts what the loss of this generator, or of the language model, is summed over in a batch."""
@@ -445,53 +282,54 @@ class ModuleStage:
                 result.append(modality)
         return result
 
-    def _encode(self, modality: str, inputs: Mapping[str, Any], run: StageRun) -> _Encoded:
-        """Runs the layers of a range on one modality of a batch."""
+    def _runs(
+        self, inputs: Mapping[str, Any], rows: Tensor | None = None
+    ) -> list[tuple[str | None, Callable[[], Any]]]:
+        """
+        Lists the runs through the layers of an encoder, each with its modality, or the one of a generator, which
+        starts from the rows of the language model.
+        """
         part = self.parts[self.module_name]
-        kwargs = {name: inputs[name] for name in part.input_names(modality) if inputs.get(name) is not None}
-        return self._intercepted(partial(part.features[modality], **kwargs), run)
+        if part.generator is None:
+            runs: list[Any] = [(m, part.features[m], part.input_names(m)) for m in self.present(inputs)]
+        else:
+            loss = partial(part.generator.loss, self._blank_rows(inputs) if rows is None else rows)
+            runs = [(None, loss, part.generator.entries)]
+        return [
+            (modality, partial(function, **{name: inputs[name] for name in names if inputs.get(name) is not None}))
+            for modality, function, names in runs
+        ]
 
-    def _intercepted(self, function: Callable[[], Any], run: StageRun) -> _Encoded:
-        """Runs the layers of a range in a forward of the module."""
+    def _intercepted(self, forward: Callable[[], Any], run: StageRun) -> tuple[Any, list[Tensor]]:
+        """
+        Runs the layers of a range in a forward of the module. Returns its output if its last layer was run, else what
+        leaves the layers: a hidden state, and those of taps.
+        """
         if self._interceptor is None:
-            return _Encoded(output=function())
+            return forward(), []
         with self._interceptor.running(run):
             try:
-                output = function()
+                output = forward()
             except StageExit as exit_:
-                return _Encoded(states=[exit_.hidden, *run.kept.values()])
-        assert run.entered or self.is_first, f"{self.module_name} never reached layer {run.first}"
-        return _Encoded(output=output)
+                return None, [exit_.hidden, *run.kept.values()]
+        assert self.is_last and run.entered, f"{self.module_name} never reached layer {run.first} or {run.stop}"
+        return output, []
 
-    def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor]) -> list[Tensor]:
-        outputs: dict[str, Any] = {}
+    def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
+        """Runs an encoder, or a generator."""
+        outputs: dict[Any, Any] = {}
         sent: list[Tensor] = []
-        for number, modality in enumerate(self.present(inputs)):
+        for number, (modality, forward) in enumerate(self._runs(inputs, rows)):
             self.modality, self.is_first_run = modality, not number
             run = self._stage_run(hidden[number * self._num_received :])
-            encoded = self._encode(modality, inputs, run)
-            if self.is_last:
-                outputs[modality] = encoded.output
-            else:
-                sent += [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
+            outputs[modality], states = self._intercepted(forward, run)
+            sent += [self._to_wire_dtype(state, run.dtype) for state in states]
         if not self.is_last:
             return self._checked_once(sent, hidden, inputs)
+        if self.parts[self.module_name].generator is not None:
+            return [outputs[None]]
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
         return self._checked_once(features, hidden, inputs) if outputs else features
-
-    def _run_generator(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor] | None, rows: Tensor) -> list[Tensor]:
-        """Runs a generator on the rows of the language model; the last stage returns the loss summed over targets."""
-        run = self._stage_run(hidden or ())
-        encoded = self._generated(inputs, rows, run)
-        states = [self._to_wire_dtype(state, run.dtype) for state in encoded.states]
-        return self._checked_once(states, hidden or [], inputs) if states else [encoded.output]
-
-    def _generated(self, inputs: Mapping[str, Any], rows: Tensor, run: StageRun) -> _Encoded:
-        """Runs the layers of a range of a generator."""
-        generator = self.parts[self.module_name].generator
-        assert generator is not None
-        kwargs = {name: inputs[name] for name in generator.entries if inputs.get(name) is not None}
-        return self._intercepted(partial(generator.loss, rows, **kwargs), run)
 
     def _blank_rows(self, inputs: Mapping[str, Any]) -> Tensor:
         """Rows that a later stage of a generator, which starts from hidden states, does not read."""
@@ -590,25 +428,20 @@ class ModuleStage:
     def _run_language_model(
         self,
         inputs: Mapping[str, Any],
-        hidden: Sequence[Tensor] | None,
+        hidden: Sequence[Tensor],
         features: Mapping[str, Sequence[Tensor | None]],
         num_tokens: Mapping[str, int] | None,
     ) -> list[Tensor]:
         kwargs = self._text_inputs(inputs)
         outputs = self._merge_outputs(inputs, features, num_tokens)
-        run = self._stage_run(hidden or ())
+        run = self._stage_run(hidden)
         words = needing_words(kwargs.get("attention_words"))
         with words, self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
-            if self._interceptor is None:
-                return self._last_outputs(self.model(**kwargs | feature_kwargs))
-            with self._interceptor.running(run):
-                try:
-                    output = self.model(**kwargs | feature_kwargs)
-                except StageExit as exit_:
-                    self._check_shape(exit_.hidden, inputs)
-                    return self._checked_once([self._to_wire_dtype(exit_.hidden, run.dtype)], hidden or [], inputs)
-        assert run.entered and self.is_last, f"the forward never reached layer {run.stop}"
-        return self._checked_once(self._last_outputs(output), hidden or [], inputs)
+            output, states = self._intercepted(partial(self.model, **kwargs | feature_kwargs), run)
+        for state in states:
+            self._check_shape(state, inputs)
+        sent = [self._to_wire_dtype(state, run.dtype) for state in states]
+        return self._checked_once(sent or self._last_outputs(output), hidden, inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:
         """Returns the logits of a forward, and the rows that generators start from."""

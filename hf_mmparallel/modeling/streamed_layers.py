@@ -8,6 +8,8 @@ next. What autograd saves of weights for the backward is their place in the buff
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +18,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from .._device import SideStream
 from .compiled_layers import is_compiled
-from .dtensors import local
+from .unowned import give_values, local
 
 _ALIGNMENT = 64  # bytes; kernels read weights in vectors
 
@@ -55,7 +59,7 @@ class StreamedLayers:
             for index, layer in layers.items()
         }
         self.peak_bytes = 0  # the most that have been on the device at a time
-        self._stream: Any = torch.Stream(device) if device.type != "cpu" else None
+        self._stream = SideStream(device)
         self._buffers: list[_Buffer] = []
         self._in_use: int | None = None
         self._ends_with_backward = False
@@ -82,7 +86,7 @@ class StreamedLayers:
         self._host: dict[int, torch.Tensor] = {}
         for index, parameters in self.parameters.items():
             num_bytes = sum(map(aligned_bytes, parameters))
-            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+            host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._stream.pins)
             for parameter, view in zip(parameters, _views(host, parameters), strict=True):
                 view.copy_(local(parameter).detach())
             self._host[index] = host
@@ -91,7 +95,7 @@ class StreamedLayers:
     def release(self) -> None:
         """Frees the buffers on the device."""
         for buffer in self._buffers:
-            self._wait(buffer)
+            self._stream.wait(buffer.arrived)
         self._buffers.clear()
         if self._in_use is not None:
             self._point_to(self._in_use, self._host[self._in_use])
@@ -101,10 +105,7 @@ class StreamedLayers:
     def _point_to(self, index: int, values: torch.Tensor) -> None:
         """Makes the parameters of a layer views of a buffer."""
         for parameter, view in zip(self.parameters[index], _views(values, self.parameters[index]), strict=True):
-            if isinstance(parameter, DTensor):
-                parameter._local_tensor = view
-            else:
-                parameter.data = view
+            give_values(parameter, view)
 
     def _streamed(self, index: int, layer: nn.Module, forward: Callable) -> Callable:
         """Returns a forward of a layer with its weights on the device."""
@@ -160,7 +161,7 @@ class StreamedLayers:
             torch.autograd.Variable._execution_engine.queue_callback(self.release)  # type: ignore[attr-defined]
         buffer = self._bring(index)
         if self._in_use != index:
-            self._wait(buffer)
+            self._stream.wait(buffer.arrived)
             if self._in_use is not None:
                 self._point_to(self._in_use, self._host[self._in_use])
             self._in_use = index
@@ -185,23 +186,10 @@ class StreamedLayers:
         buffer = _Buffer(values, index)
         self._buffers.append(buffer)
         self.peak_bytes = max(self.peak_bytes, self.bytes_on_device)
-        with self._copying():
+        with self._stream.copying():
             buffer.values.copy_(host, non_blocking=True)
-        if self._stream is not None:
-            buffer.arrived = self._stream.record_event()
+        buffer.arrived = self._stream.mark()
         return buffer
-
-    def _copying(self) -> Any:
-        """Lets copies in this context wait for all that the device has been given to do, which may use the buffer."""
-        if self._stream is None:
-            return contextlib.nullcontext()
-        self._stream.wait_stream(torch.accelerator.current_stream(self.device))
-        return self._stream
-
-    def _wait(self, buffer: _Buffer) -> None:
-        """Lets the device wait for the weights of a buffer."""
-        if buffer.arrived is not None:
-            torch.accelerator.current_stream(self.device).wait_event(buffer.arrived)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Saves a tensor for the backward: of a view of a layer's weights, its place in them."""
@@ -242,3 +230,131 @@ def _views(buffer: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.T
         views.append(flat.view(values.dtype).view(values.shape))
         start += aligned_bytes(parameter)
     return views
+
+
+# Activations that are in host memory between the forward and the backward of their layer. What autograd saves of a
+# layer goes to the host while the next layer computes, and comes back while the layer behind it has its backward.
+# Weights stay on the device, and so do tensors that all layers read, such as rotary embeddings.
+
+
+@dataclass
+class _Copy:
+    """A storage that a layer saved: its bytes on the device, in host memory, and the end of the last copy."""
+
+    device: torch.device
+    on_device: torch.Tensor | None
+    on_host: torch.Tensor
+    copied: Any = None
+
+
+class _LayerPass:
+    """What one forward of a layer saved, by the address that each storage had then."""
+
+    def __init__(self, before: _LayerPass | None):
+        # that of the layer before it in the same pass through a stage, whose backward comes next
+        self.before = (lambda: None) if before is None else weakref.ref(before)
+        self.copies: dict[int, _Copy] = {}
+
+
+@dataclass(frozen=True)
+class _SavedTensor:
+    """A tensor that autograd saved, as a view of a copied storage."""
+
+    layer_pass: _LayerPass
+    address: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class OffloadedActivations:
+    """Keeps what the layers of a stage save in host memory, pinned beside a GPU."""
+
+    def __init__(self, layers: Mapping[int, nn.Module]):
+        self.last = max(layers, default=None)
+        # What else saves tensors of layers: `StreamedLayers` puts its own functions here.
+        self.save_weight: Callable[[torch.Tensor], Any] = lambda tensor: tensor
+        self.read_weight: Callable[[Any], torch.Tensor] = lambda saved: saved
+        self._latest: _LayerPass | None = None  # in the forward of a stage
+        self._stream: SideStream | None = None
+        for index, layer in layers.items():
+            layer.__dict__["offloaded_activations"] = self
+            # of a recomputed layer the inputs of the recomputation are saved
+            key = "_gradient_checkpointing_func" if getattr(layer, "gradient_checkpointing", False) else "forward"
+            layer.__dict__[key] = functools.partial(self._run, index, layer, getattr(layer, key))
+
+    def _run(self, index: int, layer: nn.Module, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Runs a layer whose saved tensors go to host memory."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        own, before = _LayerPass(self._latest), self._latest
+        shared = (t for t in tree_leaves((args[1:], kwargs)) if isinstance(t, torch.Tensor) and not t.requires_grad)
+        kept = {_address(tensor) for tensor in (*layer.parameters(), *layer.buffers(), *shared)}
+        with saved_tensors_hooks(functools.partial(self._save, own, kept), self._read):
+            result = function(*args, **kwargs)
+        for done in (before, own if index == self.last else None):
+            if done is not None:
+                self._free(done)
+        self._latest = None if index == self.last else own
+        return result
+
+    def _save(self, own: _LayerPass, kept: set[int], tensor: torch.Tensor) -> Any:
+        saved = self.save_weight(tensor)
+        is_plain = saved is tensor and type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or not tensor.untyped_storage().nbytes():
+            return saved
+        address = _address(tensor)
+        if address in kept:
+            return tensor
+        if address not in own.copies:
+            own.copies[address] = self._to_host(tensor)
+        place = (tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _SavedTensor(own, address, *place)
+
+    def _read(self, saved: Any) -> torch.Tensor:
+        if not isinstance(saved, _SavedTensor):
+            return self.read_weight(saved)
+        for needed in (saved.layer_pass, saved.layer_pass.before()):  # that of the layer before comes meanwhile
+            if needed is not None:
+                self._to_device(needed)
+        copy = saved.layer_pass.copies[saved.address]
+        assert copy.on_device is not None
+        self._wait(copy)
+        values = torch.empty(0, dtype=saved.dtype, device=copy.device)
+        return values.set_(copy.on_device.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+    def _to_host(self, tensor: torch.Tensor) -> _Copy:
+        """Starts the copy of a tensor's storage to host memory; the device keeps its own until [`_free`]."""
+        source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        on_host = torch.empty(source.numel(), dtype=torch.uint8, pin_memory=tensor.device.type != "cpu")
+        copy = _Copy(tensor.device, source, on_host)
+        self._start(copy, on_host, source)
+        return copy
+
+    def _to_device(self, layer_pass: _LayerPass) -> None:
+        """Starts the copies of what a layer saved to the device, but for what is there."""
+        for copy in layer_pass.copies.values():
+            if copy.on_device is None:
+                copy.on_device = torch.empty_like(copy.on_host, device=copy.device, pin_memory=False)
+                self._start(copy, copy.on_device, copy.on_host)
+
+    def _free(self, layer_pass: _LayerPass) -> None:
+        """Frees what is in host memory from the device."""
+        for copy in layer_pass.copies.values():
+            self._wait(copy)
+            copy.on_device = None
+
+    def _start(self, copy: _Copy, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._stream = self._stream or SideStream(copy.device)
+        with self._stream.copying():
+            target.copy_(source, non_blocking=True)
+        copy.copied = self._stream.mark()
+
+    def _wait(self, copy: _Copy) -> None:
+        if self._stream is not None:
+            self._stream.wait(copy.copied)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec
-from .dtensors import from_shard
 from .parallel_linear import HEAD_STYLES, LOOKUP_STYLE, SharedInput, has_plain_form, use_plain_tensors
 from .sequence_parallel import SplitRows, find_blocks
+from .unowned import from_shard
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
 

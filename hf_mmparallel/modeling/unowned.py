@@ -1,4 +1,4 @@
-"""Parameters that a rank does not own, without memory: identity layers, and NaN parameters elsewhere."""
+"""What a rank holds of a parameter: nothing, without memory, and identity layers where it holds none; or a shard."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import copy
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 
@@ -162,3 +165,186 @@ def identity_layer(layer: nn.Module) -> nn.Module:
     result.__dict__["absent"] = {*layer._modules, *layer._parameters, *layer._buffers}
     result.train(layer.training)
     return result
+
+
+# Hooks on the layers of a stack that let a forward of the model start and stop at any layer.
+
+
+class StageExit(Exception):
+    """Raised to leave a forward at the entry of a layer, with the hidden state at that point."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+
+@dataclass
+class StageRun:
+    """The range of layers of one forward."""
+
+    first: int  # the received hidden state replaces its input
+    stop: int  # the layer at whose entry the forward stops
+    # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
+    received: dict[int, Tensor] = field(default_factory=dict)
+    taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages
+    kept: dict[int, Tensor] = field(default_factory=dict)
+    probe: bool = False  # stops at the entry of the first layer
+    entered: bool = False
+    dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """The received hidden state that replaces the input of the first layer; `None` in a first stage."""
+        return self.received.get(self.first - 1)
+
+
+class LayerInterceptor:
+    """Hooks on every layer of a stack, by which a forward uses a range of layers only."""
+
+    def __init__(self, layers: nn.ModuleList):
+        self.layers = layers
+        self.run: StageRun | None = None
+        self.checked = False
+        self._passed: dict[int, nn.Module] = {}  # index -> what stands for a layer of this rank that a forward passes
+        for index, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
+            layer.register_forward_hook(self._after(index))
+
+    @classmethod
+    def of(cls, layers: nn.ModuleList) -> LayerInterceptor:
+        """Returns the interceptor of a stack, which is created on first use."""
+        if "interceptor" not in layers.__dict__:
+            layers.__dict__["interceptor"] = cls(layers)
+        return layers.__dict__["interceptor"]
+
+    def _before(self, index: int):
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+            run = self.run
+            if run is None:
+                return None
+            if index == run.stop:
+                raise StageExit(hidden_of(args, kwargs))
+            if index == run.first:
+                run.dtype = hidden_of(args, kwargs).dtype
+            if index != run.first or index == 0:
+                return None
+            arrived = hidden_of(args, kwargs)
+            if run.probe:
+                raise StageExit(arrived)
+            assert run.hidden is not None
+            if run.entered:
+                raise ValueError(
+                    f"`{type(layer).__name__}` runs several times in a forward of the model, whose layers can't be "
+                    "split into stages. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+                )
+            # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
+            # adds features)
+            args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
+            if not self.checked:
+                _check_arguments(layer, args[1:], kwargs, run.hidden)
+                self.checked = True
+            run.entered = True
+            return args, kwargs
+
+        return hook
+
+    def _after(self, index: int):
+        """
+        Gives received hidden states also as the outputs of the earlier layers that they are of, for encoders that read
+        outputs of layers behind the last one (DeepStack, `vision_feature_layer=-2`), and would find those of identity
+        layers; keeps the outputs of taps for later stages.
+        """
+
+        def hook(layer: nn.Module, args: tuple[Any, ...], output: Any):
+            run = self.run
+            if run is None:
+                return None
+            state = output[0] if isinstance(output, tuple) else output
+            is_given = index in run.received
+            if is_given:
+                state = run.received[index].to(state.dtype)
+            if index in run.taps:
+                run.kept[index] = state
+            if not is_given:
+                return None
+            return (state, *output[1:]) if isinstance(output, tuple) else state
+
+        return hook
+
+    @contextmanager
+    def running(self, run: StageRun) -> Iterator[None]:
+        """Forwards in this context use the layers of `run`; those before it, of a virtual stage, do nothing."""
+        outer, self.run = self.run, run
+        own = {i: self.layers[i] for i in range(run.first) if not getattr(self.layers[i], "is_identity_layer", False)}
+        for index, layer in own.items():
+            if index not in self._passed:
+                self._passed[index] = passed = identity_layer(layer)
+                # the same hooks, also those that are added in a later forward
+                vars(passed).update({name: value for name, value in vars(layer).items() if "hooks" in name})
+            self.layers[index] = self._passed[index]
+        try:
+            yield
+        finally:
+            self.run = outer
+            for index, layer in own.items():
+                self.layers[index] = layer
+
+
+def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
+    """Raises `ValueError` if a layer's argument depends on parameters of other stages, whose values are NaN here."""
+    pending = [args, *((value,) for value in kwargs.values() if value is not hidden)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, (tuple, list)):
+            pending += value
+        elif isinstance(value, Tensor) and value.is_floating_point() and value is not hidden and value.isnan().any():
+            raise ValueError(
+                f"The layers of `{type(layer).__name__}` have an argument of shape {tuple(value.shape)} that depends "
+                f"on weights of an earlier stage, so the module can't be split. Use `pp_size=1` for it."
+            )
+
+
+# The shards of this rank of parameters that tensor parallelism cuts, which are `DTensor`s.
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the shard of a tensor on this rank, or all of a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def give_own_memory(parameter: torch.nn.Parameter) -> None:
+    """Copies the values of a parameter on this rank into contiguous memory that nothing else refers to."""
+    give_values(parameter, local(parameter).clone(memory_format=torch.contiguous_format))
+
+
+def give_values(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Lets a parameter have other memory on this rank."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = values  # whose `data` is that of the whole tensor, which has none
+    else:
+        parameter.data = values
+
+
+def whole_shape(parameter: torch.Tensor) -> torch.Size:
+    """Returns a parameter's shape, also if DeepSpeed's ZeRO-3 shards it, so that it is empty on every rank."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def from_shard(shard: torch.Tensor, like: DTensor) -> DTensor:
+    """Makes the tensor, of the shape and layout of `like`, of which this rank has `shard`; nothing is copied."""
+    return DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def shard_as(tensor: torch.Tensor, like: DTensor) -> DTensor:
+    """Cuts a whole tensor, which is the same on all ranks of the mesh, in the layout of `like`."""
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def is_on_mesh(tensor: torch.Tensor, process: int) -> bool:
+    """Returns whether a tensor is a `DTensor` over a mesh that a process of the default group is in."""
+    return isinstance(tensor, DTensor) and process in tensor.device_mesh.mesh.flatten().tolist()

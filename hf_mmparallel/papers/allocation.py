@@ -110,7 +110,6 @@ class Allocation:
     warm_up_ms: float  # the first microbatch
     num_microbatches: int  # of a replica of the language model
     relaxed_ms: float  # minimum time with fractional stages, a lower bound for every layout
-    rounded_ms: float  # best time with whole stages for the sizes of the relaxed optimum; infinite if it has none
     num_strategies: int  # choices of tensor- and data-parallel sizes
     num_solved: int  # convex programs that were solved for them
 
@@ -158,33 +157,29 @@ def allocate(
     row, stages, iteration_ms = _best_whole(strategies)
     if stages is None:
         raise space.no_layout_error()
-    within = replace(strategies, limit_ms=iteration_ms)
-    best_row, num_solved, relaxed_ms = _best_relaxed(within)
+    num_solved, relaxed_ms = _best_relaxed(replace(strategies, limit_ms=iteration_ms))
     return Allocation(
         modules=_layouts(modules, strategies, row, stages),
         iteration_ms=iteration_ms,
         warm_up_ms=float(strategies.warm_up_ms[row]),
         num_microbatches=int(strategies.num_microbatches[row]),
         relaxed_ms=min(relaxed_ms, iteration_ms),
-        rounded_ms=_best_whole(replace(strategies.take(np.array([best_row])), limit_ms=np.inf))[2],
         num_strategies=space.num_strategies,
         num_solved=num_solved,
     )
 
 
-def _best_relaxed(strategies: Strategies) -> tuple[int, int, float]:
-    """Row of the fastest strategy with fractional stages, number of solved programs, and its time."""
-    best_row, best_ms, num_solved = -1, np.inf, 0
+def _best_relaxed(strategies: Strategies) -> tuple[int, float]:
+    """Number of solved programs, and the time of the fastest strategy with fractional stages."""
+    best_ms, num_solved = np.inf, 0
     # in the order of the lower bound, until the next bound is no better than the best result
     for row in np.argsort(strategies.bound_ms, kind="stable").tolist():
         bound_ms = float(strategies.bound_ms[row])
         if bound_ms >= best_ms * _SOLVED:
             break
         num_solved += 1
-        time_ms = strategies.solve(row, bound_ms)
-        if best_row < 0 or time_ms < best_ms:
-            best_row, best_ms = row, time_ms
-    return best_row, num_solved, best_ms
+        best_ms = min(best_ms, strategies.solve(row, bound_ms))
+    return num_solved, best_ms
 
 
 def _best_whole(strategies: Strategies) -> tuple[int, NDArray | None, float]:

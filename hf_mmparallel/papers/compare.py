@@ -21,8 +21,7 @@ from ..planning.options import ModuleOptions, ParallelConfig
 from ..planning.problem import Candidate, ComparedPlan, PlanningProblem, RankedPlan, SearchResult
 from ..planning.simulations import step_planner
 from .allocation import Allocation, allocate
-from .baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
-from .encoders_replicated import ReplicatedEncoders
+from .baseline_layouts import FullyShardedLayouts, RatioLayouts, ReplicatedEncoders, SingleLayouts, even_layers
 from .strategies import ModuleDemand, Role
 
 UNAWARE, SINGLE, SHARDED, DISTTRAIN = "frozen-unaware", "single layout", "FSDP-like", "DistTrain"
@@ -109,7 +108,6 @@ class _BaselineEvaluator:
         return replace(self._compared(UNAWARE, ranked, note), label=ORDERED)
 
     def single_layout(self) -> ComparedPlan:
-        """The fastest plan with a single layout."""
         layouts = SingleLayouts(self.problem)
         every = sorted(layouts, key=lambda layout: layout.step_ms)
         if not every:
@@ -244,7 +242,6 @@ class _BaselineEvaluator:
         )
 
     def _allocated(self, allocation: Allocation, recomputed: Mapping[str, bool]) -> Candidate:
-        """The candidate of an allocation."""
         layouts = {
             name: ModuleLayout(
                 even_layers(self.problem.spec.modules[name].num_layers, module.pp_size),

@@ -93,7 +93,6 @@ class Strategies:
     limit_ms: float = np.inf  # maximum step time of interest
 
     def take(self, rows: NDArray) -> Strategies:
-        """The strategies at some indices."""
         return replace(self, table=self.table[rows], num_microbatches=self.num_microbatches[rows])
 
     @property

@@ -4,6 +4,7 @@ Plans as data: the description of a model, the user's settings, and the assignme
 The bottom of the package, without torch; may be imported by everything.
 """
 
+from .layout import layout_data, save_layout
 from .model_spec import (
     LANGUAGE_MODEL,
     MAX_LOGITS,
@@ -37,7 +38,7 @@ from .parallel_plan import (
     StorageSettings,
 )
 from .planned_for import PlannedFor
-from .plugin import ModulePlugin, MultimodalParallelPlugin, layout_data, save_layout
+from .plugin import ModulePlugin, MultimodalParallelPlugin
 from .resolve import check_plan, check_trained, check_world_size, plan_for_model, resolve_plan
 from .sizes import SampleSizes, Workloads, typical_batches
 from .step_plan import StepPlan

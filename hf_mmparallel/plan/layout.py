@@ -1,4 +1,4 @@
-"""`ModuleLayout`: the sizes and the place of a module, from which a plan is built."""
+"""`ModuleLayout`: the sizes and the place of a module, from which a plan is built; plans in the files of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from .methods import Schedule
@@ -21,7 +22,9 @@ from .parallel_plan import (
     fitting_virtual_stages,
     layout_text,
     settings_of,
+    write_data,
 )
+from .planned_for import PlannedFor
 from .plugin import ModulePlugin
 
 
@@ -137,3 +140,30 @@ def plan_from(
         modules[name] = layout.plan(replicas)
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
     return with_split_backwards(plan, spec.modules, spec.tied, split_backward)
+
+
+def layout_data(
+    plan: ParallelPlan, modules: Mapping[str, ModulePlugin], planned_for: PlannedFor | None = None
+) -> dict[str, Any]:
+    """
+    The value of `parallel=` that repeats a run.
+
+    Returns:
+        `dict`: The plan and, under `modules`, the settings that a plan does not contain, such as `freeze`. The plan
+        alone if there is nothing beside it.
+    """
+    settings = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
+    beside: dict[str, Any] = {} if planned_for is None else {"planned_for": planned_for.to_dict()}
+    if settings:
+        beside["modules"] = settings
+    return {**beside, "plan": plan.to_dict()} if beside else plan.to_dict()
+
+
+def save_layout(
+    path: str | Path,
+    plan: ParallelPlan,
+    modules: Mapping[str, ModulePlugin],
+    planned_for: PlannedFor | None = None,
+) -> None:
+    """Writes [`layout_data`] as YAML, or as JSON if the file name ends in `.json`."""
+    write_data(path, layout_data(plan, modules, planned_for))

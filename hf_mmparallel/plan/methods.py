@@ -29,7 +29,6 @@ ARRANGEMENTS = (*ARRANGEMENT_CANDIDATES, "contiguous", *PUBLISHED_ARRANGEMENTS)
 
 
 def published_method(name: str) -> Any:
-    """Import a published method."""
     module, _, attribute = _PUBLISHED[name].partition(":")
     return getattr(import_module(f"..papers.{module}", __package__), attribute)
 

@@ -138,7 +138,6 @@ class ModuleSpec:
         return tp_size if self.sequence_parallel else 1
 
     def attends(self, layer: int) -> bool:
-        """Whether a layer has attention."""
         return not self.layer_kinds or self.layer_kinds[layer] != "state"
 
     def carries_state(self, layer: int) -> bool:
@@ -279,7 +278,6 @@ class ModelSpec:
 
     @cached_property
     def parameters(self) -> dict[str, ParameterSpec]:
-        """Name -> parameter."""
         return {p.name: p for module in self.modules.values() for p in module.parameters}
 
     @cached_property

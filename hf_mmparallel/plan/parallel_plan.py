@@ -133,7 +133,6 @@ class Stage:
         return tuple(zip(*self.mesh, strict=True))
 
     def cp_rank_of(self, rank: int) -> int:
-        """The cp rank of `rank`."""
         return next(index for index, tp_group in enumerate(self.mesh) if rank in tp_group)
 
     @property
@@ -359,7 +358,6 @@ class ParallelPlan(HtmlRepr):
 
     @property
     def policy(self) -> SchedulePolicy:
-        """The policy of the schedule."""
         return POLICIES[self.schedule]
 
     @cached_property

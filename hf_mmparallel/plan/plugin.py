@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .deepspeed_config import deepspeed_settings, read_deepspeed
-from .mesh_config import mesh_settings
 from .methods import SCHEDULES, Schedule
 from .model_spec import LANGUAGE_MODEL
+from .other_configs import deepspeed_settings, mesh_settings, read_deepspeed
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
@@ -22,7 +21,6 @@ from .parallel_plan import (
     ParallelPlan,
     ShardingSettings,
     StorageSettings,
-    write_data,
 )
 from .planned_for import PlannedFor
 from .reading import (
@@ -517,20 +515,11 @@ class MultimodalParallelPlugin:
         return ModulePlugin(**kept, colocate_with=LANGUAGE_MODEL, named=frozenset({"tp_size", "pp_size", "cp_size"}))
 
     def to_dict(self) -> dict[str, Any]:
-        result: dict[str, Any] = {name: module.to_dict() for name, module in self.modules.items()}
-        result = {"modules": result}
-        if self.schedule is not None:
-            result["schedule"] = self.schedule
-        if self.num_microbatches is not None:
-            result["num_microbatches"] = self.num_microbatches
-        if self.plan is not None:
-            result["plan"] = self.plan.to_dict()
-        if self.auto:
-            result["auto"] = True
-        if self.share_ranks:
-            result["share_ranks"] = True
-        if self.planned_for is not None:
-            result["planned_for"] = self.planned_for.to_dict()
+        result: dict[str, Any] = {"modules": {name: module.to_dict() for name, module in self.modules.items()}}
+        for name in ("schedule", "num_microbatches", "plan", "auto", "share_ranks", "planned_for"):
+            value = getattr(self, name)
+            if value is not None and value is not False:
+                result[name] = value.to_dict() if hasattr(value, "to_dict") else value
         return result
 
     @classmethod
@@ -574,33 +563,6 @@ class MultimodalParallelPlugin:
                 "one of them out."
             )
         return cls(**{"num_microbatches": plan.num_microbatches, **value, "plan": plan})
-
-
-def layout_data(
-    plan: ParallelPlan, modules: Mapping[str, ModulePlugin], planned_for: PlannedFor | None = None
-) -> dict[str, Any]:
-    """
-    The value of `parallel=` that repeats a run.
-
-    Returns:
-        `dict`: The plan and, under `modules`, the settings that a plan does not contain, such as `freeze`. The plan
-        alone if there is nothing beside it.
-    """
-    settings = {name: module.beside_plan for name, module in modules.items() if module.beside_plan}
-    beside: dict[str, Any] = {} if planned_for is None else {"planned_for": planned_for.to_dict()}
-    if settings:
-        beside["modules"] = settings
-    return {**beside, "plan": plan.to_dict()} if beside else plan.to_dict()
-
-
-def save_layout(
-    path: str | Path,
-    plan: ParallelPlan,
-    modules: Mapping[str, ModulePlugin],
-    planned_for: PlannedFor | None = None,
-) -> None:
-    """Writes [`layout_data`] as YAML, or as JSON if the file name ends in `.json`."""
-    write_data(path, layout_data(plan, modules, planned_for))
 
 
 def _is_plan(value: Mapping[str, Any]) -> bool:

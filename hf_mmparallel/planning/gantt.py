@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schedule import Span, SumSpan, Timeline, TransferSpan
-from ..schedule.actions import Task
 from ..schedule.kinds import KINDS as TASK_KINDS
+from ..schedule.kinds import Task
 
 # Lanes below the tasks of a rank: communication of weights and gradients over time, as shares of columns.
 

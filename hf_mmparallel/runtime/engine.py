@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,7 +52,6 @@ from ..plan import (
 from ..schedule import Task
 from ..world import ACTIVITY, World, track_activity
 from .executor import Executor, LogitsFunction, StepFunctions
-from .first_step import EqualGradients, FirstStepCheck, ReplicatedParameters, replicated_parameters
 from .gradients import (
     GradientSync,
     accumulate_in_float32,
@@ -63,14 +61,22 @@ from .gradients import (
     scale_gradients,
 )
 from .groups import ProcessGroups
-from .joint_passes import GradientSums, LastBackward, StagePasses, TaskHooks
-from .local_shards import LocalShard
+from .joint_passes import GradientSums, LastBackward, StagePasses, TaskHooks, agree_on_modalities
 from .message_queues import DistributedTransport
 from .optimizer_slices import OptimizerSlices
 from .out_of_memory import MemoryAccount
 from .payloads import keeps_rows_split
 from .sharded_model import ShardedModel
-from .step_check import SIGNS, LossWeights, StepCheck, StepTotals, add_up
+from .step_check import (
+    SIGNS,
+    EqualGradients,
+    FirstStepCheck,
+    LossWeights,
+    StepCheck,
+    StepTotals,
+    add_up,
+    replicated_parameters,
+)
 from .weight_placement import LoadFunction, layers_of_rank, load_held, place_weights, share_buffers
 from .work import StepResult
 
@@ -116,8 +122,9 @@ class ParallelEngine(nn.Module):
         self.clock = clock_of(world.device)
         self.costs = self.options.costs or analytic_costs(spec, find_device("cpu"))
         # Of the whole model, which is taken apart below.
-        self.encoder_inputs = _encoder_inputs(model)
         self.parts = module_parts(model)
+        # Of each module the entries of a batch that only it reads: media of encoders, targets of generators.
+        self.encoder_inputs = {name: frozenset(part.entries) for name, part in self.parts.items()}
         self.num_compute_parameters = model.num_parameters(exclude_embeddings=True)
         # its owned weights may still be on the meta device if the options have a `load`
         self.model: Any = model
@@ -236,7 +243,10 @@ class ParallelEngine(nn.Module):
         ]
         replicated = replicated_parameters(self.sharded, self.stages, self.process_groups, self.partial)
         self._equal_gradients = EqualGradients(replicated)
-        self._first_step: FirstStepCheck | None = self._first_step_check(replicated, named)
+        has_loss, smooths = self.options.loss_function is None, bool(self.options.label_smoothing)
+        self._first_step: FirstStepCheck | None = FirstStepCheck.of(
+            self.sharded, self.stages, self.sync_groups, by_ranks, replicated, has_loss, smooths
+        )
         sums = GradientSums(self._before_sum)
         layers, regions = layer_numbers(self.spec), self.sharded.regions
         self.gradient_sync = GradientSync(
@@ -410,34 +420,6 @@ class ParallelEngine(nn.Module):
             parameter.trainable and not self.sharded.holds(name) for name, parameter in self.spec.parameters.items()
         )
 
-    def _first_step_check(
-        self, replicated: Sequence[ReplicatedParameters], named: Mapping[str, nn.Parameter]
-    ) -> FirstStepCheck:
-        """Makes the comparison of copies, their gradients and the loss with the model's own in the first step."""
-        by_ranks, regions = self.process_groups.by_ranks, self.sharded.regions
-
-        def held(name: str, ranks: tuple[int, ...]) -> LocalShard:
-            return LocalShard(named[name], regions.get((name, ranks)))
-
-        copies = [
-            (group.ranks, by_ranks[group.ranks], {name: held(name, group.ranks) for name in group.parameters})
-            for group in self.sync_groups
-            if self.rank in group.ranks and group.zero_stage < 3
-        ]
-        frozen: dict[tuple[int, ...], dict[str, LocalShard]] = {}
-        for name, shards in self.shards.items():
-            for shard in shards.on_rank(self.rank):
-                if len(shard.holders) > 1 and not self.spec.parameters[name].trainable and not shard.zero_cut:
-                    frozen.setdefault(shard.holders, {})[name] = held(name, shard.holders)
-        has_loss = self.options.loss_function is None
-        has_loss = has_loss and "labels" in inspect.signature(self.model.forward).parameters
-        stages = {
-            key: stage
-            for key, stage in self.stages.items()
-            if has_loss and stage.module_name == LANGUAGE_MODEL and stage.is_last
-        }
-        return FirstStepCheck(replicated, copies, frozen, stages, bool(self.options.label_smoothing), self.world)
-
     def _before_sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """Makes the gradients of this rank ready to be added to those of others."""
         if self._first_step is not None:
@@ -562,7 +544,7 @@ class ParallelEngine(nn.Module):
         """Runs a batch; an action that does not fit into memory says what was predicted for it."""
         self.account = MemoryAccount(self.plan, self.rank, batch.step, batch.sizes, batch.workloads, planner)
         out_of_memory = functools.partial(self.account.sentence, device=self.device)
-        self.passes.runs = self._agree_on_modalities(batch)
+        self.passes.runs = agree_on_modalities(self.plan, self.parts, self.stages, batch, self.world)
         # Models check their inputs, such as the number of placeholders, for which the host waits for the device. After
         # the first step only the executor does, in host memory.
         first = self._first_step is not None
@@ -581,29 +563,6 @@ class ParallelEngine(nn.Module):
         sums = self.world.all_reduce(self._token_sums, activity="token metrics").tolist()
         self._token_sums.zero_()
         return (sums[0] / sums[2], sums[1] / sums[2]) if sums[2] else None
-
-    def _agree_on_modalities(self, batch: StepBatch) -> dict[str, list[str]]:
-        """
-        Returns, for encoders whose ranks exchange weights or gradients layer by layer, the modalities of which any
-        rank has inputs in this step, since each is a run through the layers. Collective if there is such an encoder.
-        """
-        joint = {
-            name: list(self.parts[name].modalities)
-            for name, module in self.plan.modules.items()
-            if module.sharding.zero_stage >= 2 and name in self.plan.encoders
-        }
-        several = [
-            (name, modality) for name, modalities in joint.items() if len(modalities) > 1 for modality in modalities
-        ]
-        if not several:
-            return joint
-        stages = {key[0]: stage for key, stage in self.stages.items()}
-        own = {
-            (key[0], modality) for key, inputs in batch.batches.items() for modality in stages[key[0]].present(inputs)
-        }
-        has = self.world.all_reduce(torch.tensor([pair in own for pair in several], dtype=torch.int64), "max").tolist()
-        absent = {pair for pair, count in zip(several, has, strict=True) if not count}
-        return {name: [m for m in modalities if (name, m) not in absent] for name, modalities in joint.items()}
 
     def _totals(self, result: StepResult, batch: StepBatch) -> tuple[StepTotals, int]:
         """Sums a step's numbers over the ranks, and how many parameters each has that it did not use."""
@@ -636,8 +595,3 @@ class ParallelEngine(nn.Module):
     def clip(self, norm: torch.Tensor, max_norm: float) -> None:
         """Clips the gradient, whose norm over all modules is known."""
         clip_gradients(self.updated, norm, max_norm)
-
-
-def _encoder_inputs(model: PreTrainedModel) -> dict[str, frozenset[str]]:
-    """Maps modules to the entries of a batch that only they read: media of encoders, targets of generators."""
-    return {name: frozenset(part.entries) for name, part in module_parts(model).items()}

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..modeling.dtensors import from_shard, local
+from ..modeling.unowned import from_shard, local
 from ..plan import StageKey, SyncGroup
 from ..schedule import SumBucket, sum_buckets
 from ..world import ReduceScatter
 from .joint_passes import GradientSums, gradient_dtype, gradients_of
-from .local_shards import LocalShard, Regions
-from .optimizer_slices import FlatSlice, OptimizerSlices, buckets, by_slice, slice_of
+from .optimizer_slices import FlatSlice, LocalShard, OptimizerSlices, Regions, buckets, by_slice, slice_of
 
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
@@ -263,7 +262,6 @@ def _flatten_gradients(bucket: Sequence[LocalShard], copied: list[tuple[LocalSha
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float | torch.Tensor) -> None:
-    """Multiplies all gradients by `factor`."""
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # type: ignore[attr-defined]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..plan import ParallelPlan, StageKey, StepPlan, SyncGroup
-from ..schedule.actions import Action
 from ..schedule.graph import build_graph
+from ..schedule.kinds import Action
 from ..world import World
 
 # Meshes of the same ranks are equal to torch, which keeps the one that it has seen first, with its groups, in the

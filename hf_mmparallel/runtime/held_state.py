@@ -18,11 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from ..cost.stage_memory import COPY_WINDOW_BYTES
 from ..modeling import is_unowned
-from ..modeling.dtensors import from_shard, give_values, local
+from ..modeling.unowned import from_shard, give_values, local
 from ..world import World, track_activity
-from .local_shards import Region
-from .optimizer_loading import apply_state
-from .optimizer_slices import OptimizerSlices, named_groups, settings_of
+from .optimizer_checkpoint import apply_state
+from .optimizer_slices import OptimizerSlices, Region, named_groups, settings_of
 from .updated_copies import MASTER, entries_of, master_to_save, set_copy, source_of_copy
 
 

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..modeling import ModuleStage
-from ..modeling.dtensors import local
-from ..plan import StageKey
+from ..data.step_batch import StepBatch
+from ..modeling import ModulePart, ModuleStage
+from ..modeling.unowned import local
+from ..plan import ParallelPlan, StageKey
 from ..schedule import REST, Action, PassAction, Task, step_passes
 from ..schedule.kinds import BACKWARD, FORWARD, Direction, TaskKind
-from ..world import ReduceScatter
+from ..world import ReduceScatter, World
 from .optimizer_slices import (
     FlatSlice,
     Gathering,
@@ -41,7 +42,6 @@ Run = str | None
 
 
 def gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Returns the dtype of the gradients of a parameter."""
     return parameter.grad_dtype or parameter.dtype
 
 
@@ -86,7 +86,6 @@ class GradientSums:
                 parameter.grad = None
 
     def wait(self) -> None:
-        """Waits for the sums that were started."""
         while self._started:
             bucket, started = self._started.pop(0)
             mine = started.wait()
@@ -376,3 +375,33 @@ def _last_that_fill(tasks: Sequence[Task]) -> list[Task]:
 def _is_pass(task: Task) -> bool:
     """Whether a task needs the weights of layers or completes their gradients."""
     return task.row.runs_layers or task.row.adds_gradients
+
+
+def agree_on_modalities(
+    plan: ParallelPlan,
+    parts: Mapping[str, ModulePart],
+    stages: Mapping[StageKey, ModuleStage],
+    batch: StepBatch,
+    world: World,
+) -> dict[str, list[str]]:
+    """
+    Returns, for encoders whose ranks exchange weights or gradients layer by layer, the modalities of which any
+    rank has inputs in this step, since each is a run through the layers. Collective if there is such an encoder.
+    """
+    joint = {
+        name: list(parts[name].modalities)
+        for name, module in plan.modules.items()
+        if module.sharding.zero_stage >= 2 and name in plan.encoders
+    }
+    several = [
+        (name, modality) for name, modalities in joint.items() if len(modalities) > 1 for modality in modalities
+    ]
+    if not several:
+        return joint
+    of_module = {key[0]: stage for key, stage in stages.items()}
+    own = {
+        (key[0], modality) for key, inputs in batch.batches.items() for modality in of_module[key[0]].present(inputs)
+    }
+    has = world.all_reduce(torch.tensor([pair in own for pair in several], dtype=torch.int64), "max").tolist()
+    absent = {pair for pair, count in zip(several, has, strict=True) if not count}
+    return {name: [m for m in modalities if (name, m) not in absent] for name, modalities in joint.items()}

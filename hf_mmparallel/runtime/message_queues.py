@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._device import to_device
 from ..plan import FeatureSpec
-from ..schedule.actions import Message, Task
+from ..schedule.kinds import Message, Task
 from ..world import World
 from .payloads import (
     Payload,
@@ -228,11 +228,9 @@ class MessageQueues:
         self._sent: dict[Task, list[Handle]] = {}
 
     def empty(self, num_tokens: int, payload: Payload) -> Tensor:
-        """Makes a buffer for tokens of a payload."""
         return torch.empty(num_tokens, payload.width, dtype=payload.dtype, device=self.device)
 
     def zeros(self, num_tokens: int, payload: Payload) -> Tensor:
-        """Makes a buffer of zeros for tokens of a payload."""
         return self.empty(num_tokens, payload).zero_()
 
     # Receiving
@@ -342,7 +340,6 @@ class MessageQueues:
                 del self._sent[task]
 
     def wait_for_sends(self, task: Task) -> None:
-        """Waits for the sends of a task."""
         for handle in self._sent.pop(task, ()):
             handle.wait()
 

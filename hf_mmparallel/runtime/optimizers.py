@@ -19,13 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..modeling.dtensors import local
+from ..modeling.unowned import local
 from ..plan import StorageSettings
 from ..world import World
 from .held_state import check_cuttable
-from .offload import OffloadedStep, check_offloaded
 from .optimizer_slices import OptimizerSlices, local_shard, optimizer_name, settings_of, slice_of, whole_parameter
 from .updated_copies import (
+    OffloadedStep,
+    check_offloaded,
     copy_for_update,
     drop_gradients,
     entries_of,

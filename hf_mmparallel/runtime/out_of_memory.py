@@ -11,9 +11,9 @@ import torch
 from ..cost import RankMemory
 from ..cost.stage_memory import GIB
 from ..cost.step_planner import PlannedStep, StepPlanner
-from ..modeling.dtensors import local
+from ..modeling.unowned import local
 from ..plan import ParallelPlan, SampleSizes, StepPlan, Workloads
-from ..schedule.actions import Action, Task
+from ..schedule.kinds import Action, Task
 from .optimizer_slices import whole_parameter
 
 _STEPPING = "_hf_mmparallel_stepping"

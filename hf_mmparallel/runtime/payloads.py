@@ -14,8 +14,8 @@ from torch import Tensor
 from .._device import to_device
 from ..modeling.stages import activation_dtype, hidden_dtype
 from ..plan import FeatureSpec, ModelSpec, ParallelPlan, StageKey
-from ..schedule.actions import Message, Task
 from ..schedule.graph import GradientFlow
+from ..schedule.kinds import Message, Task
 
 # The ranks between which each token of a message is sent: the change of layout between two meshes, as pure functions.
 #

@@ -33,14 +33,20 @@ from ..modeling.adapter import (
     resized_embeddings,
     write_adapters,
 )
-from ..modeling.checkpoint_reader import WEIGHTS, WEIGHTS_INDEX, CheckpointReader, another_model
-from ..modeling.dtensors import from_shard, is_on_mesh, local, shard_as
-from ..modeling.loading import blank_peft_model, check_gatherable, whole_model
+from ..modeling.loading import (
+    WEIGHTS,
+    WEIGHTS_INDEX,
+    CheckpointReader,
+    another_model,
+    blank_peft_model,
+    check_gatherable,
+    whole_model,
+)
 from ..modeling.tensor_parallel import base_name
+from ..modeling.unowned import from_shard, is_on_mesh, local, shard_as
 from ..plan import ModelSpec, ParallelPlan, ParameterShards, parameter_shards
 from ..world import World, track_activity
-from .local_shards import Regions, local_regions
-from .optimizer_slices import OptimizerSlices
+from .optimizer_slices import OptimizerSlices, Regions, local_regions
 from .sharded_files import ShardedFiles, sharded_files
 from .writes import Writes, sync_file
 

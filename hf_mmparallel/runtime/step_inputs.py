@@ -17,7 +17,7 @@ from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
 from ..modeling.host_values import send_known
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
-from ..schedule.actions import Task
+from ..schedule.kinds import Task
 
 Owners = tuple[Tensor, Tensor]
 
@@ -108,7 +108,6 @@ class StepInputs:
         return self.plan.stage(*task.stage_key)
 
     def cp_rank(self, task: Task) -> int:
-        """Returns the cp rank of this rank in the mesh of a task."""
         return self.planned_stage(task).cp_rank_of(self.rank)
 
     def is_last(self, task: Task) -> bool:

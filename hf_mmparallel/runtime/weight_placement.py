@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..modeling import ModuleStage, is_unowned
-from ..modeling.dtensors import from_shard, local
+from ..modeling.unowned import from_shard, local
 from ..plan import StageKey
 from ..world import World
 

@@ -19,7 +19,7 @@ from ..data.context_tokens import WORDS
 from ..kernels.bitfield_attention import decode_words
 from ..modeling.unowned import hidden_of
 from ..plan import LANGUAGE_MODEL
-from ..schedule.actions import Task
+from ..schedule.kinds import Task
 from .payloads import num_tokens_of
 from .step_inputs import StepInputs
 
@@ -36,7 +36,6 @@ class ModuleWork:
     squares: float = 0.0
 
     def add(self, tokens: float, squares: float) -> None:
-        """Adds tokens and squares."""
         self.tokens += tokens
         self.squares += squares
 
@@ -50,7 +49,6 @@ class WorkSums:
     _copy: HostCopy | None = None
 
     def add(self, tokens: float, squares: float | Tensor) -> None:
-        """Adds tokens and squares."""
         if isinstance(squares, Tensor) and squares.device.type != "cpu":
             self.squares = squares if self.squares is None else self.squares + squares
             squares = 0.0

@@ -221,7 +221,6 @@ class Writes:
         return tensor.cpu().contiguous()
 
     def add(self, write: Callable[..., Any], *args: Any) -> None:
-        """Adds a write."""
         call = functools.partial(write, *args)
         if self.copies is None:
             self._try(call)

@@ -4,9 +4,9 @@ Pure functions of `plan` and numbers; may be imported by all code that plans, ru
 """
 
 from .action_lists import Program
-from .actions import Action, Message, ProgramError, Task
 from .graph import GradientFlow, TaskGraph, build_graph
 from .in_flight import in_flight_1f1b, in_flight_eager, in_flight_limits, stage_depths
+from .kinds import Action, Message, ProgramError, Task
 from .lowering import build_program, lower, program_of_parts
 from .parts import Part, Representatives, find_representatives
 from .passes import REST, PassAction, SumBucket, in_buckets, pass_actions, step_passes, sum_buckets

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .actions import Action, Task, TaskKey
 from .graph import TaskGraph, concatenate_ranges
-from .kinds import FORWARD, KINDS
+from .kinds import FORWARD, KINDS, Action, Task, TaskKey
 
 _KIND_NUMBERS = {word: number for number, word in enumerate(KINDS)}
 _TRANSFERS = {"send": 2, "recv": 3, "sync": 4}  # between the tasks of the first two kinds and those of others
@@ -45,7 +44,6 @@ class PartActions:
         return self.graph.num_tasks + 2 * self.graph.num_messages
 
     def of_rank(self, rank: int) -> tuple[Action, ...]:
-        """The actions of a rank."""
         index = self.list_of[rank]
         result: list[Action] = []
         for code in self.codes[self.starts[index] : self.starts[index + 1]].tolist():
@@ -246,7 +244,6 @@ class Program:
         return not any(map(_is_forward, behind))
 
     def of_rank(self, rank: int) -> Program:
-        """The program of a single rank."""
         return Program({rank: self.actions.get(rank, ())})
 
     def dump(self) -> str:

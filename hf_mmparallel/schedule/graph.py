@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from ..plan import Edge, ParallelPlan, StageKey, StepPlan
 from ..plan.step_plan import ChunkTable
-from .actions import Message, Task
-from .kinds import ADDS_GRADIENTS, BACKWARD, CLOSES, KINDS, OPENS, SENDS_GRADIENTS
+from .kinds import ADDS_GRADIENTS, BACKWARD, CLOSES, KINDS, OPENS, SENDS_GRADIENTS, Message, Task
 
 _WORDS = tuple(KINDS)
 _MESSAGES: tuple[Literal["act", "grad"], ...] = tuple(kind.message or "act" for kind in KINDS.values())
@@ -100,24 +99,20 @@ class TaskGraph:
         return self.links.shape[1]
 
     def task(self, index: int) -> Task:
-        """The task with an index."""
         stage, microbatch, chunk = self.columns[:, index].tolist()
         module, replica, stage_index = self.stages[stage]
         return Task(_WORDS[self.kind[index]], module, replica, stage_index, microbatch, chunk)
 
     def message(self, index: int) -> Message:
-        """The message with an index."""
         source, target = self.links[:, index].tolist()
         return Message(_MESSAGES[self.kind[source]], self.task(source), self.task(target))
 
     @cached_property
     def tasks(self) -> tuple[Task, ...]:
-        """Returns all tasks."""
         return tuple(map(self.task, range(self.num_tasks)))
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """Returns all messages."""
         tasks, kinds = self.tasks, self.kind.tolist()
         return tuple(Message(_MESSAGES[kinds[s]], tasks[s], tasks[t]) for s, t in self.ends)
 
@@ -146,7 +141,6 @@ class TaskCounts:
 
     @classmethod
     def of(cls, graph: TaskGraph) -> TaskCounts:
-        """Counts for a graph."""
         count, (stage, microbatch, chunk) = graph.num_tasks, graph.columns
         later = np.flatnonzero(graph.after >= 0)
         sources = np.concatenate([graph.links[0], graph.after[later]])

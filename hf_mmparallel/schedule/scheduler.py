@@ -16,10 +16,9 @@ from scipy.sparse.csgraph import connected_components
 
 from ..plan import ParallelPlan, StageKey
 from ..plan.parallel_plan import virtual_stages
-from .actions import Task
 from .graph import TaskCounts, TaskGraph
 from .in_flight import occupied_ranks, task_phases
-from .kinds import ADDS_GRADIENTS, CLOSES, FILLS, IN_ORDER, KINDS
+from .kinds import ADDS_GRADIENTS, CLOSES, FILLS, IN_ORDER, KINDS, Task
 from .windows import Windows, latest_equal
 
 # task -> milliseconds; an object with a method `of_graph`, graph -> times of its tasks, is faster

@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import StageKey, StepPlan
-from .actions import Task
 from .graph import TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate, occupied_ranks
-from .kinds import ADDS_GRADIENTS, CLOSES, OPENS
+from .kinds import ADDS_GRADIENTS, CLOSES, OPENS, Task
 from .lowering import sum_instants
 from .parts import Representatives
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
@@ -112,7 +111,6 @@ class Timeline:
 
     @cached_property
     def _ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of each stage."""
         return [stage.all_ranks for module in self.layout.whole_plan.modules.values() for *_, stage in module.stages()]
 
     @cached_property

@@ -1,7 +1,7 @@
 """
 What a plan does with each field of `TrainingArguments` and of `accelerator_config`, each argument of `Trainer`, and
-variables of `accelerate launch`: those that it refuses, with a reason, those without effect, those that it honours in
-a way of its own, and those that mean what they mean on one process. `docs/arguments.md` is made from it.
+variables of `accelerate launch`: those that it refuses, with a reason, those without effect, and those that it honours
+in a way of its own; all others mean what they mean on one process. `docs/arguments.md` is made from it.
 """
 
 from __future__ import annotations
@@ -199,76 +199,6 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
     ),
 }
 
-# fields that mean what they mean on one process
-AS_STOCK = {
-    "output_dir",
-    "num_train_epochs",
-    "max_steps",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "optim_args",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim_target_modules",
-    "max_grad_norm",
-    "bf16",
-    "tf32",
-    "torch_empty_cache_steps",
-    "logging_strategy",
-    "logging_steps",
-    "logging_first_step",
-    "log_on_each_node",
-    "logging_nan_inf_filter",
-    "include_num_input_tokens_seen",
-    "log_level",
-    "log_level_replica",
-    "disable_tqdm",
-    "report_to",
-    "run_name",
-    "project",
-    "trackio_space_id",
-    "trackio_bucket_id",
-    "trackio_static_space_id",
-    "eval_strategy",
-    "eval_steps",
-    "eval_delay",
-    "prediction_loss_only",
-    "eval_on_start",
-    "eval_do_concat_batches",
-    "include_for_metrics",
-    "save_only_model",
-    "save_strategy",
-    "save_steps",
-    "save_total_limit",
-    "push_to_hub",
-    "hub_token",
-    "hub_private_repo",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_always_push",
-    "hub_revision",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
-    "restore_callback_states_from_checkpoint",
-    "full_determinism",
-    "data_seed",
-    "use_cpu",
-    "dataloader_drop_last",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_multiprocessing_context",
-    "remove_unused_columns",
-    "length_column_name",
-    "skip_memory_metrics",
-    "accelerator_config.use_configured_state",
-}
-
-# fields that are there for training scripts and their parsers; no Trainer reads them
-FOR_SCRIPTS = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank")
-
 # arguments of `Trainer`
 TRAINER_ARGUMENTS: Mapping[str, Refused | Differs] = {
     "compute_loss_func": Differs(
@@ -287,11 +217,6 @@ TRAINER_ARGUMENTS: Mapping[str, Refused | Differs] = {
         "`(None, scheduler)`",
     ),
 }
-
-TRAINER_AS_STOCK = {
-    "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics",
-    "callbacks", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
-}  # fmt: skip
 
 _AS_FILES = "and launch with a ready file of `examples/accelerate_configs`, or with `torchrun`."
 

@@ -17,8 +17,8 @@ from transformers.training_args import OptimizerNames, ParallelMode
 
 from .._environment import joins_job, launch_settings, launched_processes, outlive_nccl_errors, tell_deepspeed_of_cpu
 from ..plan import ModulePlugin, MultimodalParallelPlugin
-from ..plan.deepspeed_config import entries, idle_keys
 from ..plan.methods import ARRANGEMENTS, arrangement_name
+from ..plan.other_configs import entries, idle_keys
 from ..plan.reading import plain_data, reject_unknown_keys
 from ..resilience.resilience_settings import ResilienceSettings
 from ..world import limit_collectives, refuse_once
@@ -376,7 +376,6 @@ class MultimodalTrainingArguments(TrainingArguments):
 
     @property
     def plugin(self) -> MultimodalParallelPlugin | None:
-        """The layout as a plugin."""
         return None if self.parallel is None else MultimodalParallelPlugin.from_any(self.parallel)
 
 

@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..arrange import plan_for_batch
 from ..cost import CostModel, predicts_times
+from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
@@ -35,9 +36,11 @@ from ..runtime.host_memory import available_bytes
 from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .engine_callback import not_worth_a_run
-from .oversized_samples import allowed_bytes
-from .start_report import mean_tokens, size_origin, stderr_console
-from .training_sizes import TrainingSizes, representative_batch
+from .start_report import PlanReport, mean_tokens, size_origin, stderr_console
+from .training_sizes import TrainingSizes, allowed_bytes, representative_batch
+from .training_steps import TrainingSteps
+
+logger = get_logger(__name__)
 
 # The plan in a checkpoint, and the settings of modules beside it.
 
@@ -67,8 +70,6 @@ def warn_of_other_settings(folder: str | Path, modules: Mapping[str, ModulePlugi
     except (OSError, yaml.YAMLError) as error:
         logger.warning(f"`{path}` can't be read, so that its settings are not compared: {error}")
 
-
-logger = get_logger(__name__)
 
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
 _NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it
@@ -295,6 +296,18 @@ def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
             "or `sample_tokens` to the Trainer."
         )
     return Samples("the mean of the first training samples, in place of each", SampleSizes.uniform(tokens, batch))
+
+
+def report_plan(
+    report: PlanReport, search: AutoSearch | None, steps: TrainingSteps, folder: Path | None = None
+) -> str:
+    """Prints a plan and the search for it; returns the arrangement of samples, if the arguments name none."""
+    answer = None if search is None else search.answer
+    shown = report.show(folder, None if answer is None else answer.inputs.samples.measured)
+    steps.limits.has_warned = shown.large is not None and shown.large.num_over > 0
+    if search is not None:
+        report_search(search, folder)
+    return DEFAULT_ARRANGEMENT if shown.choice is None else shown.choice.arrangement
 
 
 def report_search(search: AutoSearch, folder: Path | None) -> None:

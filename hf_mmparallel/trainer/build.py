@@ -23,17 +23,22 @@ from ..cost import CostModel, Hardware, device_from
 from ..cost.analytic import DTYPE_BYTES
 from ..cost.calibration import Calibration, costs_from, read_costs
 from ..cost.profile import LayerProfile
-from ..data.mask_rules import MaskRule, PositionRule
-from ..data.packing import ATTENTION, PackingCollator
+from ..data.packing import ATTENTION
 from ..data.randomness import seeded
-from ..kernels.recurrent_layers import start_anew_at_samples
 from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling import build_model_spec, check_given_loss
-from ..modeling.adapter import Adapter, adapter_names, add_adapters
-from ..modeling.checkpoint_reader import checkpoint_files
+from ..modeling.adapter import (
+    Adapter,
+    adapter_names,
+    add_adapters,
+    base_model_of,
+    is_peft_model,
+    mark_adapted,
+    unwrap_peft_model,
+    wrap_with_adapters,
+)
 from ..modeling.compiled_layers import Compilation
-from ..modeling.loading import build_on_meta, check_equal_models, load_layers
-from ..modeling.peft_models import base_model_of, is_peft_model, mark_adapted, unwrap_peft_model, wrap_with_adapters
+from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_layers
 from ..modeling.prepare import Recomputation
 from ..plan import (
     LANGUAGE_MODEL,
@@ -45,7 +50,7 @@ from ..plan import (
     StorageSettings,
     plan_for_model,
 )
-from ..plan.mesh_config import mesh_settings, num_ranks
+from ..plan.other_configs import mesh_settings, num_ranks
 from ..plan.plugin import reject_unknown_keys
 from ..plan.resolve import as_trained
 from ..planning.device_detection import device_of_ranks, tf32_is_on
@@ -56,7 +61,7 @@ from ..runtime.weight_placement import LoadFunction, load_nothing
 from ..world import World
 from .argument_table import LIGER_LOSSES
 from .arguments import MultimodalTrainingArguments, check_global_batch, plain_layout
-from .module_groups import check_given
+from .optimizer_groups import check_given
 from .start_checks import check_model
 
 logger = get_logger(__name__)
@@ -568,40 +573,3 @@ def _check_same_plan(plan: ParallelPlan, world: World) -> None:
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
         raise ValueError(f"The ranks were given different plans ({rows}). Give all ranks the same `parallel`.")
-
-
-# The choice between packed and padded rows, with its reason.
-
-
-@dataclass(frozen=True)
-class RowChoice:
-    """The form of rows of the language model."""
-
-    packed: bool  # whether a microbatch is one row without padding
-    reason: str  # why, in words
-
-    def __str__(self) -> str:
-        form = "packed into one row" if self.packed else "padded to the longest of their microbatch"
-        return f"Samples are {form}: {self.reason}."
-
-
-def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any) -> RowChoice:
-    """
-    Decides how rows are made under a plan: packed by default wherever the model, with its attention set, allows it.
-    """
-    if isinstance(collator, PackingCollator):
-        return RowChoice(True, "the data collator does")
-    if packing is not None:
-        return RowChoice(packing, f"`packing={packing}`")
-    attention = spec.language_model.attention
-    if attention != ATTENTION:
-        return RowChoice(
-            False,
-            f"`{attention}` attention can't pack them; `packing=True` does, with `{ATTENTION}`",
-        )
-    try:
-        _ = MaskRule(model), PositionRule(model)  # their checks
-        start_anew_at_samples(model)
-    except ValueError as error:
-        return RowChoice(False, str(error).rstrip("."))
-    return RowChoice(True, f"`{LANGUAGE_MODEL}` has `{ATTENTION}` attention, which keeps them apart")

@@ -35,8 +35,6 @@ _LONG_RUN_S, _COSTLY = 3600.0, 1.01  # shortest run, and its least relative time
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that is there."""
-
     path: Path
     state: TrainerState  # of the Trainer at its step
 

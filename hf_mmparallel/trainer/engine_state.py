@@ -28,12 +28,12 @@ from .. import _environment
 from ..cost import CostModel
 from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..data.defaults import packing_collator
-from ..data.packing import PackingCollator
+from ..data.packing import PackingCollator, row_choice
 from ..data.step_batch import StepBatch
 from ..modeling import build_model_spec
+from ..modeling.adapter import base_model_of, with_adapters_of
 from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
-from ..modeling.peft_models import base_model_of, with_adapters_of
 from ..modeling.router_loss import has_router_loss
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
@@ -41,29 +41,24 @@ from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimiz
 from ..runtime.out_of_memory import mark_steps
 from ..world import raise_on_all_ranks
 from . import build, model_card
-from .agreement import SampleAgreement
 from .argument_table import settings_idle_under_a_plan, settings_without_plan
 from .arguments import MultimodalTrainingArguments, deepspeed_keys_without_effect
-from .auto import find_plan, report_search
-from .build import row_choice
+from .auto import find_plan, report_plan
 from .checkpoint_saves import CheckpointSaves
-from .engine_callback import EngineCallback
-from .given_optimizer import give_part, group_names
-from .loaders import StepLoaders
-from .log_lines import LogLineCallback, LossProgressCallback
+from .engine_callback import EngineCallback, LogLineCallback, LossProgressCallback
+from .loaders import StepLoaders, check_arrangement, encoders_run_together, make_rank_loader
 from .metrics_callback import ParallelMetricsCallback
-from .module_groups import own_settings, split_groups, split_names
-from .optimizer_state import stock_groups
-from .oversized_samples import allowed_bytes
+from .optimizer_groups import give_part, group_names, own_settings, split_groups, split_names, stock_groups
 from .prediction_callback import PredictionCallback
 from .preemption_callback import PreemptionCallback, noting_signals
-from .rank_loader import check_arrangement, encoders_run_together, make_rank_loader
 from .recovery_callback import RecoveryCallback
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .start_checks import check_model
 from .start_report import PlanReport, report_survival
-from .training_sizes import RunContext
-from .training_steps import TrainingSteps
+from .training_sizes import RunContext, allowed_bytes
+from .training_steps import SampleAgreement, TrainingSteps
+
+logger = get_logger(__name__)
 
 # The whole model of a run without a plan whose ranks hold shares of the weights: FSDP, or DeepSpeed's stage 3.
 
@@ -119,9 +114,6 @@ def _gathered_by_deepspeed(model: nn.Module, is_first: bool) -> dict[str, torch.
             if is_first:
                 state[name] = parameter.detach().to("cpu", copy=True)
     return state
-
-
-logger = get_logger(__name__)
 
 
 class EngineState:
@@ -253,21 +245,15 @@ class EngineState:
     def _report(self) -> None:
         """Prints the plan and the search for it."""
         trainer = self.trainer
-        answer = None if trainer.search is None else trainer.search.answer
-        searched = None if answer is None else answer.inputs.samples.measured
         report = PlanReport(
             trainer._engine,
             trainer.training_sizes,
             trainer.global_batch_size,
             trainer.rows,
-            searched,
             self.planned_for,
             self.stock_batch_size,
-        ).show(Path(trainer.args.output_dir))
-        self.arrangement = self.arrangement if report.choice is None else report.choice.arrangement
-        self.steps.limits.has_warned = report.large is not None and report.large.num_over > 0
-        if trainer.search is not None:
-            report_search(trainer.search, Path(trainer.args.output_dir))
+        )
+        self.arrangement = report_plan(report, trainer.search, self.steps, Path(trainer.args.output_dir))
         if self.layouts is not None:
             layouts, first = self.layouts
             memory_bytes = allowed_bytes(trainer.args, trainer._engine.costs.device)

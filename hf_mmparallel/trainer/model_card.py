@@ -61,7 +61,6 @@ def _trained(stages: list[bool]) -> str:
 
 
 def plan_section(folder: Path, engine: ParallelEngine, global_batch_size: int, run: RunSummary) -> str:
-    """The section as Markdown."""
     plan, comparison = engine.plan, run.comparison
     rows = layout_rows(plan)
     head = list(rows[0])

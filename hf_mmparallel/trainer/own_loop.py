@@ -28,33 +28,40 @@ from transformers.trainer_utils import RemoveColumnsCollator, has_length
 from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..data.defaults import DefaultCollator, packing_collator
 from ..data.global_batches import FILE as POSITION
+from ..data.packing import row_choice
 from ..data.step_batch import StepBatch
 from ..plan import LANGUAGE_MODEL, MultimodalParallelPlugin, ParallelPlan
 from ..plan.resolve import sharding_without_effect
 from ..runtime.engine import ParallelEngine
-from ..runtime.optimizer_checkpoint import save_optimizer
-from ..runtime.optimizer_loading import load_optimizer
+from ..runtime.optimizer_checkpoint import load_optimizer, save_optimizer
 from ..runtime.optimizers import prepare_optimizer
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import FolderSave, Writes, save_errors
 from ..world import World, raise_on_all_ranks, refuse_once
 from . import build
-from .agreement import SampleAgreement, check_same_folder
 from .argument_table import check_arguments
 from .arguments import MultimodalTrainingArguments, check_own_loop, deepspeed_keys_without_effect
-from .auto import find_plan, report_search, warn_of_other_settings
+from .auto import find_plan, report_plan, warn_of_other_settings
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns
 from .evaluation import Evaluator
-from .given_optimizer import check_optimizer, check_schedule, give_part, group_names
 from .loaders import StepLoaders
 from .loop_settings import check_accelerator, check_settings, loop_arguments, on_one_process, with_optimizer
-from .module_groups import check_unscheduled, split_groups
-from .optimizer_state import SCHEDULER, load_optimizer_and_scheduler, scheduler_of_groups
+from .optimizer_groups import (
+    SCHEDULER,
+    check_optimizer,
+    check_schedule,
+    check_unscheduled,
+    give_part,
+    group_names,
+    load_optimizer_and_scheduler,
+    scheduler_of_groups,
+    split_groups,
+)
 from .start_checks import check_launch, check_trainer
 from .start_report import PlanReport
 from .training_sizes import RunContext, TrainingSizes
-from .training_steps import TrainingSteps, check_trainer_state
+from .training_steps import SampleAgreement, TrainingSteps, check_same_folder, check_trainer_state
 
 logger = get_logger(__name__)
 
@@ -454,7 +461,7 @@ def _lay_out(
     args = choose_collator(args, given, prepared.model)
     processor = given["processing_class"]
     collator = given["data_collator"] or DefaultCollator(processor)  # nothing is known of the columns of a stream
-    rows = build.row_choice(args.packing, prepared.model, prepared.spec, collator)
+    rows = row_choice(args.packing, prepared.model, prepared.spec, collator)
     prepared = replace(prepared, costs=replace(prepared.costs, packing=rows.packed))
     dataset = given["train_dataset"]
     drop = _drop_columns(collator, prepared.model, args)
@@ -477,13 +484,8 @@ def _lay_out(
     steps = TrainingSteps(engine, args, global_batch_size)
     arrangement = DEFAULT_ARRANGEMENT
     if world.is_first:
-        answer = None if search is None else search.answer
-        searched = None if answer is None else answer.inputs.samples.measured
-        report = PlanReport(engine, sizes, global_batch_size, rows, searched, plugin.planned_for).show()
-        arrangement = arrangement if report.choice is None else report.choice.arrangement
-        steps.limits.has_warned = report.large is not None and report.large.num_over > 0
-        if search is not None:
-            report_search(search, None)
+        report = PlanReport(engine, sizes, global_batch_size, rows, plugin.planned_for)
+        arrangement = report_plan(report, search, steps)
     loaders = StepLoaders(context, engine, global_batch_size)
     processor = processor or getattr(collator, "tokenizer", None)
     return _Run(args, engine, steps, loaders, sizes, arrangement, optimizer, groups, processor)

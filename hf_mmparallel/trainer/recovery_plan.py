@@ -23,10 +23,10 @@ from ..resilience.pipelines import ClusterPlan, PipelinePlans, layouts_of, layou
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.state_copies import LostStateError, PlacedPlan, Slice, state_copies
 from ..runtime.held_state import Transfer
-from ..runtime.local_shards import Region
+from ..runtime.optimizer_slices import Region
 from .arguments import AUTO, MultimodalTrainingArguments
 from .build import PreparedModel, recomputed
-from .oversized_samples import allowed_bytes
+from .training_sizes import allowed_bytes
 
 
 class NodeLayouts:

@@ -18,6 +18,7 @@ from ..cost.communication import with_communication
 from ..cost.step_planner import PlannedStep, Prediction, StepPlanner, most_memory
 from ..data.bad_samples import BadSample, stored_row
 from ..data.global_batches import GlobalBatch
+from ..data.packing import RowChoice
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..modeling import count_feature_tokens
@@ -33,14 +34,14 @@ from ..resilience.resilient_planner import ResilientPlanner
 from ..runtime.engine import ParallelEngine
 from ..schedule import Timeline
 from .arguments import AUTO, MultimodalTrainingArguments
-from .build import RowChoice
 from .columns import format_sentence
 from .engine_callback import not_worth_a_run
 from .loaders import base_planner, training_planner
 from .model_card import SCHEDULE, WORKLOADS
-from .module_groups import settings_lines
-from .oversized_samples import LargeSamples
-from .training_sizes import RunContext, TrainingSizes, representative_batch
+from .optimizer_groups import settings_lines
+from .training_sizes import LargeSamples, RunContext, TrainingSizes, representative_batch
+
+logger = get_logger(__name__)
 
 # The predicted first step of a run, for the report before it.
 
@@ -63,7 +64,6 @@ class StepReport:
 
     @classmethod
     def of(cls, planner: StepPlanner, predictions: Sequence[Prediction]) -> StepReport:
-        """The report of predicted steps."""
         typical = Prediction.typical(predictions)
         drawn = with_communication(typical, planner.costs, planner.sync_groups)
         step_ms = sum(prediction.step_ms for prediction in predictions) / len(predictions)
@@ -184,8 +184,6 @@ def _without_sizes(
     return planner, StepReport.of(planner, [planner.predict(planned, uniform)])
 
 
-logger = get_logger(__name__)
-
 _WIDTH = 120  # of the table in a file or a pipe
 _MOST_TEMPLATES, _MOST_COUNTS = 4, 8  # rows of tables; `hf-mmparallel plan --failures` prints all
 
@@ -267,19 +265,18 @@ class PlanReport:
     sizes: TrainingSizes
     global_batch_size: int
     rows: RowChoice  # whether samples are packed
-    searched: SampleSizes | None = None  # sizes of the samples that the plan was searched for with
     planned_for: PlannedFor | None = None  # what the plan of a file was made for
     stock_batch_size: int | None = None  # global batch of the stock Trainer with the same arguments, if it takes them
 
-    def show(self, folder: Path | None = None) -> StepReport:
+    def show(self, folder: Path | None = None, searched: SampleSizes | None = None) -> StepReport:
         """
         Prints the plan with the predicted bubble and balance, draws the step into a folder if one is given, and
-        returns it.
+        returns it; `searched` are sizes of the samples that the plan was searched for with.
         """
         engine, args = self.engine, self.sizes.context.args
         request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
         with seeded(args.seed):  # only this rank reads samples here
-            planner, prediction = predict(engine, self.sizes, self.global_batch_size, request, self.searched)
+            planner, prediction = predict(engine, self.sizes, self.global_batch_size, request, searched)
         console = stderr_console()
         narrow = console.width < NARROW
         console.print(plan_table(engine.plan, engine.spec, prediction.timeline, prediction.memory, narrow))

@@ -30,6 +30,8 @@ from .engine_state import EngineState
 from .recovery import MembershipChange, NodeLayout, Recovery, RepeatedFailureError, place_of
 from .training_steps import save_trainer_state
 
+logger = get_logger(__name__)
+
 _TRACKERS = "transformers.integrations.integration_utils"  # whose callbacks report to wandb, trackio, ClearML, ...
 _SUMS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 
@@ -109,7 +111,6 @@ def _state_of(callback: Any) -> dict[str, Any]:
     return callback.state()["attributes"] if isinstance(callback, ExportableState) else {}
 
 
-logger = get_logger(__name__)
 T = TypeVar("T")
 _CONTROL_FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 

@@ -23,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
 
 from .._environment import joins_job
 from .._files import readable
+from ..data.packing import RowChoice
 from ..data.step_batch import StepBatch
 from ..plan import ModelSpec, MultimodalParallelPlugin, ParallelPlan
 from ..runtime import optimizer_checkpoint
@@ -31,23 +32,35 @@ from ..runtime.out_of_memory import name_optimizer_in_errors
 from ..runtime.updated_copies import refresh_copies
 from ..runtime.writes import sync_file
 from ..world import World, raise_on_all_ranks, refuse_once
-from . import build, optimizer_state
-from .agreement import check_output_folder, check_same_folder
+from . import build
 from .argument_table import check_arguments, check_launcher
 from .arguments import MultimodalTrainingArguments, check_optimizer_class
 from .auto import AutoSearch, warn_of_other_settings
-from .build import RowChoice
 from .checkpoint_saves import write_beside_weights
 from .columns import check_columns, choose_collator, encoder_columns, missing_columns
 from .engine_state import EngineState
 from .evaluation import Evaluator, cast_for_evaluation, check_full_precision
-from .given_optimizer import given_optimizer
 from .loaders import check_loader, follow_plan
-from .module_groups import learning_rates
+from .optimizer_groups import (
+    SCHEDULER,
+    complete_state,
+    given_optimizer,
+    is_by_name,
+    learning_rates,
+    load_optimizer_and_scheduler,
+    scheduler_of_groups,
+)
 from .start_checks import check_launch, check_overrides, check_trainer
 from .survival import Survival
 from .training_sizes import TrainingSizes
-from .training_steps import ModuleLosses, check_trainer_state, count_generator_targets, save_trainer_state
+from .training_steps import (
+    ModuleLosses,
+    check_output_folder,
+    check_same_folder,
+    check_trainer_state,
+    count_generator_targets,
+    save_trainer_state,
+)
 
 logger = get_logger(__name__)
 
@@ -509,25 +522,25 @@ class MultimodalParallelTrainer(Trainer):
         """Under a plan writes the state of all ranks by the names of parameters, so that any layout reads it."""
         if not self.is_planned:
             if self.accelerator.is_fsdp2:
-                optimizer_state.complete_state(self.optimizer)  # else torch does not load it
+                complete_state(self.optimizer)  # else torch does not load it
             return super()._save_optimizer_and_scheduler(output_dir)
         sharded = self._engine.sharded
         with self._run.saves.writing(output_dir) as writes:
             groups = optimizer_checkpoint.save_optimizer(self.optimizer, sharded, writes, self._run.stock_groups)
             if self.args.should_save:
-                state = optimizer_state.scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
-                torch.save(state, os.path.join(output_dir, optimizer_state.SCHEDULER))
+                state = scheduler_of_groups(self.lr_scheduler.state_dict(), groups)
+                torch.save(state, os.path.join(output_dir, SCHEDULER))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Reads the state of a plan's checkpoint, also on one process, and the stock Trainer's under a plan."""
         if self._survival.told is not None:
             self._survival.told.restore_schedule(self.optimizer, self.lr_scheduler)
-        elif self.engine is None and not optimizer_state.is_by_name(checkpoint, self.model):
+        elif self.engine is None and not is_by_name(checkpoint, self.model):
             super()._load_optimizer_and_scheduler(checkpoint)
-        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, optimizer_state.SCHEDULER)):
+        elif checkpoint is not None and os.path.isfile(os.path.join(checkpoint, SCHEDULER)):
             groups = self._run.stock_groups if self.engine is not None else []
             with raise_on_all_ranks("loading the optimizer's state"):
-                optimizer_state.load_optimizer_and_scheduler(
+                load_optimizer_and_scheduler(
                     self.optimizer, self.lr_scheduler, self.model, Path(checkpoint), groups, self.world
                 )
 

@@ -26,7 +26,6 @@ class Activity:
         self.count = 0  # activities started so far
 
     def now(self, doing: Any, waits: bool = False) -> None:
-        """Sets the current activity."""
         self.doing, self.waits = doing, waits
         self.count += 1
 

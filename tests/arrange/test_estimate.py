@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange.estimate import Pipeline, stage_share
-from hf_mmparallel.arrange.microbatch_sizes import MAX_RELATIVE_SIZE, Sizes, best_count, best_sizes
+from hf_mmparallel.arrange.microbatch_counts import MAX_RELATIVE_SIZE, Sizes, best_count, best_sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, Edge, ModulePlugin
 from hf_mmparallel.plan.parallel_plan import Schedule
 from tests.arrange.builders import AUDIO, IMAGE, plan_of

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import arrange_step, num_microbatches
+from hf_mmparallel.arrange.arrangements import hierarchical, tapered
 from hf_mmparallel.arrange.assigned_batch import Batch
 from hf_mmparallel.arrange.colocated_modules import ColocatedModules
 from hf_mmparallel.arrange.greedy import CapacityError
-from hf_mmparallel.arrange.hierarchical import hierarchical, tapered
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModulePlan,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.greedy import CapacityError
 from hf_mmparallel.arrange.lengths import NUM_ORDERS, group_by_length, possible_orders
-from hf_mmparallel.arrange.microbatch_sizes import Sizes
+from hf_mmparallel.arrange.microbatch_counts import Sizes
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
 from tests.arrange.builders import loads, plan_of, workloads_of
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BatchFeature
 
-from hf_mmparallel.data.image_shapes import ImageShapes, blank_array, without_pixels
+from hf_mmparallel.data.image_sizes import ImageShapes, blank_array, without_pixels
 
 from .conversations import conversation, random_image
 from .processors import PROCESSORS

@@ -10,8 +10,7 @@ import pytest
 
 from hf_mmparallel.schedule import Program, build_graph, find_representatives, in_flight_limits, lower, order_tasks
 from hf_mmparallel.schedule.action_lists import ProgramActions
-from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.lowering import Proof, blocking_order
 from tests.golden.recorded import STEPS, case_of, cost_of
 from tests.schedule.checker import check
 from tests.schedule.mutations import CHANGES, changed

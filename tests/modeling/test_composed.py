@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
-from hf_mmparallel.modeling.encoder_parts import LogitScale
 from hf_mmparallel.modeling.llava_export import to_llava
 from hf_mmparallel.modeling.loading import blank_model, fill
+from hf_mmparallel.modeling.multimodal_backbone import LogitScale
 from hf_mmparallel.modeling.multimodal_config import EncoderSettings, MultimodalCallbacks
 from hf_mmparallel.modeling.multimodal_model import MultimodalModel
 from tests import tiny

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_mmparallel.modeling import token_loss, vocabulary_loss, whole_logits
+from hf_mmparallel.modeling import lazy_logits, token_loss, whole_logits
 from hf_mmparallel.modeling.lazy_logits import LazyLogits, return_lazy_logits
 from hf_mmparallel.modeling.parallel_linear import use_plain_tensors
 from tests import tiny
@@ -30,7 +30,7 @@ Model = Callable[[Tensor], Tensor]  # what a model makes of the logits of its he
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(vocabulary_loss, "MAX_LOGITS", CHUNK)
+    monkeypatch.setattr(lazy_logits, "MAX_LOGITS", CHUNK)
     yield
 
 
@@ -148,7 +148,7 @@ def test_a_target_that_is_no_word_is_refused():
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_only_targets_get_logits(in_chunks: bool, monkeypatch: pytest.MonkeyPatch):
     """A loss of few logits computes those of all targets at once, as autograd does; also if there are no targets."""
-    monkeypatch.setattr(vocabulary_loss, "MAX_LOGITS", (6 if in_chunks else BATCH * LENGTH) * WORDS)
+    monkeypatch.setattr(lazy_logits, "MAX_LOGITS", (6 if in_chunks else BATCH * LENGTH) * WORDS)
     model, (hidden, _) = tiny.FAMILIES["llama"](), make_inputs(torch.float32)
     head = make_head(torch.float32)
     for num_targets in (10, 1, 0):
@@ -211,7 +211,7 @@ def flat(made: Made) -> list[Tensor]:
 )
 def test_the_rounding_is_that_of_whole_logits(dtype: torch.dtype, autocast: bool, monkeypatch: pytest.MonkeyPatch):
     """Autocast multiplies float32 weights and hidden states in bfloat16."""
-    monkeypatch.setattr(vocabulary_loss, "MAX_LOGITS", 64 * WORDS)
+    monkeypatch.setattr(lazy_logits, "MAX_LOGITS", 64 * WORDS)
     head, exact_head = make_head(dtype), make_head(dtype).double()
     exact, plain, lazy = [], [], []
     for seed in range(16):
@@ -342,7 +342,7 @@ def largest_tensor(head: nn.Linear, hidden: Tensor, targets: Tensor) -> int:
 
 def test_no_tensor_is_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch):
     tokens = WORDS
-    monkeypatch.setattr(vocabulary_loss, "MAX_LOGITS", 10 * WORDS)
+    monkeypatch.setattr(lazy_logits, "MAX_LOGITS", 10 * WORDS)
     hidden, targets = torch.randn(tokens, HIDDEN, requires_grad=True), torch.randint(WORDS, (tokens,))
     head = make_head(torch.float32)
     assert largest_tensor(head, hidden, targets) == tokens * WORDS
@@ -377,7 +377,7 @@ def test_ranks_that_share_the_words_compute_the_same(world_size: int):
 
 def compare_shared() -> list[bytes]:
     """Compares losses with those of one process; returns their bits, and those of the gradients of hidden states."""
-    vocabulary_loss.MAX_LOGITS = 4 * WORDS // dist.get_world_size()
+    lazy_logits.MAX_LOGITS = 4 * WORDS // dist.get_world_size()
     hidden, targets = make_inputs()
     bits = []
     head = make_head()
@@ -404,7 +404,7 @@ def compare_shared() -> list[bytes]:
         bits += [tensor.numpy().tobytes() for tensor in flat(found)]
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         causal(tp_head(head)(hidden), torch.full_like(targets, WORDS))
-    vocabulary_loss.MAX_LOGITS = 2**27
+    lazy_logits.MAX_LOGITS = 2**27
     size = dist.get_world_size()
     largest = largest_tensor(tp_head(head.float()), hidden.detach().float().requires_grad_(), targets)
     # its own logits, or the four numbers of each token that every rank has of all

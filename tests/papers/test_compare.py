@@ -12,7 +12,13 @@ from hf_mmparallel.cost import analytic_costs, find_device, layer_table
 from hf_mmparallel.cost.analytic import module_flops
 from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.papers.baseline_layouts import FullyShardedLayouts, RatioLayouts, SingleLayouts, even_layers
+from hf_mmparallel.papers.baseline_layouts import (
+    FullyShardedLayouts,
+    RatioLayouts,
+    ReplicatedEncoders,
+    SingleLayouts,
+    even_layers,
+)
 from hf_mmparallel.papers.compare import (
     DISTTRAIN,
     RATIO,
@@ -24,7 +30,6 @@ from hf_mmparallel.papers.compare import (
     all_trained,
     compare,
 )
-from hf_mmparallel.papers.encoders_replicated import ReplicatedEncoders
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
 from hf_mmparallel.planning.options import ModuleOptions, ParallelConfig
 from hf_mmparallel.planning.problem import PlanningProblem

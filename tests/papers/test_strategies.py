@@ -92,7 +92,7 @@ def test_no_whole_layout_is_faster(case, microbatch_size):
         return
     found = allocate(modules, num_ranks, batch_size, memory_bytes, microbatch_size, (1, 2))
     assert found.iteration_ms == pytest.approx(best, rel=1e-7)
-    assert found.relaxed_ms <= found.iteration_ms <= found.rounded_ms * (1 + 1e-7)
+    assert found.relaxed_ms <= found.iteration_ms
     assert found.num_ranks <= num_ranks
     slowest = found.modules[found.bottleneck].stage_ms
     assert found.iteration_ms == pytest.approx(found.warm_up_ms + (found.num_microbatches - 1) * slowest)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, plan_for_model, resolve_plan
-from hf_mmparallel.plan.deepspeed_config import deepspeed_settings, idle_keys
+from hf_mmparallel.plan.other_configs import deepspeed_settings, idle_keys
 from tests.plan.specs import model_spec
 
 SPEC = model_spec()

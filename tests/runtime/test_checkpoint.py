@@ -19,8 +19,7 @@ from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.plan import ModulePlugin, parameter_shards, resolve_plan
-from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
-from hf_mmparallel.runtime.optimizer_loading import load_optimizer
+from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.runtime.writes import FolderSave, Writes
 from hf_mmparallel.world import World

@@ -23,8 +23,7 @@ from hf_mmparallel.runtime.gradients import (
     scale_gradients,
 )
 from hf_mmparallel.runtime.joint_passes import GradientSums
-from hf_mmparallel.runtime.local_shards import Region
-from hf_mmparallel.runtime.optimizer_slices import FlatSlice, OptimizerSlices, by_slice
+from hf_mmparallel.runtime.optimizer_slices import FlatSlice, OptimizerSlices, Region, by_slice
 from hf_mmparallel.world import World
 from tests.distributed import run_distributed
 

@@ -17,7 +17,7 @@ from hf_mmparallel.runtime.held_state import (
     let_go,
     restore_state,
 )
-from hf_mmparallel.runtime.local_shards import Region
+from hf_mmparallel.runtime.optimizer_slices import Region
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.updated_copies import MASTER
 from hf_mmparallel.world import World

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import Adafactor
 
-from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import Cut, ParameterShards, SyncGroup
-from hf_mmparallel.runtime.optimizer_checkpoint import save_optimizer
-from hf_mmparallel.runtime.optimizer_loading import load_optimizer
+from hf_mmparallel.runtime.optimizer_checkpoint import load_optimizer, save_optimizer
 from hf_mmparallel.runtime.optimizer_slices import OptimizerSlices
 from hf_mmparallel.runtime.optimizers import PossibleCuts, prepare_optimizer
 from hf_mmparallel.runtime.sharded_model import ShardedModel

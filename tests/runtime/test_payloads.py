@@ -25,7 +25,7 @@ from hf_mmparallel.plan import (
     resolve_plan,
 )
 from hf_mmparallel.runtime.payloads import Mesh, Payloads, feature_routes, select, wire_dtype
-from hf_mmparallel.schedule.actions import Message, Task
+from hf_mmparallel.schedule.kinds import Message, Task
 from tests import tiny
 from tests.plan.specs import model_spec
 

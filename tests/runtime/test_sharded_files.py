@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_mmparallel.runtime.sharded_files import TensorPlanner, TensorReader
-from hf_mmparallel.trainer.optimizer_state import complete_state
+from hf_mmparallel.trainer.optimizer_groups import complete_state
 from tests.distributed import assert_ranks_raise
 from tests.runtime import test_checkpoint as layouts
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import Adafactor
 
 from hf_mmparallel.plan import StorageSettings
-from hf_mmparallel.runtime import offload
-from hf_mmparallel.runtime.optimizer_loading import apply_state
+from hf_mmparallel.runtime import updated_copies
+from hf_mmparallel.runtime.optimizer_checkpoint import apply_state
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.updated_copies import entries_of, refresh_copies, source_of_copy
 from hf_mmparallel.world import World
@@ -45,8 +45,8 @@ def prepared(cls: Any, parameters: list[Any], storage: StorageSettings, **settin
 
 @pytest.fixture(autouse=True)
 def _torch_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(offload, "_deepspeed_adam", lambda optimizer: None)
-    monkeypatch.setattr(offload, "OFFLOAD_BUCKET_BYTES", 128)
+    monkeypatch.setattr(updated_copies, "_deepspeed_adam", lambda optimizer: None)
+    monkeypatch.setattr(updated_copies, "OFFLOAD_BUCKET_BYTES", 128)
 
 
 CLASSES = [
@@ -94,9 +94,9 @@ def test_gradients_come_in_buckets(monkeypatch):
     own = weights(torch.float32)
     optimizer = prepared(torch.optim.AdamW, own, HOST)
     steps = []
-    update = offload.OffloadedStep._update
+    update = updated_copies.OffloadedStep._update
     monkeypatch.setattr(
-        offload.OffloadedStep,
+        updated_copies.OffloadedStep,
         "_update",
         lambda self, optimizer, bucket: (steps.append(len(bucket)), update(self, optimizer, bucket)),
     )

@@ -12,7 +12,7 @@ from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.plan import LANGUAGE_MODEL, resolve_plan
-from hf_mmparallel.runtime.weight_gradients import WeightGradients, cut_by_work
+from hf_mmparallel.runtime.executor import WeightGradients, cut_by_work
 from tests import tiny
 from tests.schedule.builders import splitting
 

@@ -30,8 +30,7 @@ from hf_mmparallel.schedule import (
 )
 from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.kinds import FILLS
-from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.proof import Proof, prove
+from hf_mmparallel.schedule.lowering import Proof, blocking_order, prove
 from tests.plan.specs import model_spec
 from tests.schedule import checker, plain
 from tests.schedule.builders import Case, cases, make_plan, make_step, timed, uneven

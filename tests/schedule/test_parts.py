@@ -33,8 +33,7 @@ from hf_mmparallel.schedule import (
 from hf_mmparallel.schedule import lowering as lowering_module
 from hf_mmparallel.schedule.action_lists import ProgramActions
 from hf_mmparallel.schedule.in_flight import may_alternate
-from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.lowering import Proof, blocking_order
 from tests.plan.specs import model_spec
 from tests.schedule.builders import Case, cases, make_plan, make_step, timed, timeline_of, uneven
 from tests.schedule.checker import DeadlockError, check, check_program

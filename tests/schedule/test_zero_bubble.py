@@ -38,8 +38,7 @@ from hf_mmparallel.schedule import (
 )
 from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.kinds import KINDS
-from hf_mmparallel.schedule.lowering import blocking_order
-from hf_mmparallel.schedule.proof import Proof
+from hf_mmparallel.schedule.lowering import Proof, blocking_order
 from hf_mmparallel.schedule.scheduler import default_cost
 from tests.plan.specs import model_spec
 from tests.schedule.builders import Case, cases, make_plan, make_step, module_spec, splitting

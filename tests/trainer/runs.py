@@ -16,14 +16,14 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel._versions import CACHE
-from hf_mmparallel.modeling import build_model_spec, vocabulary_loss
-from hf_mmparallel.runtime import offload
+from hf_mmparallel.modeling import build_model_spec, lazy_logits
+from hf_mmparallel.runtime import updated_copies
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
 from tests.distributed import run_distributed
 from tests.folders import made_once, run_folder
 
-MAX_LOGITS = vocabulary_loss.MAX_LOGITS
+MAX_LOGITS = lazy_logits.MAX_LOGITS
 FEW_LOGITS = 10 * tiny.VOCAB_SIZE  # of ten tokens at once
 SAMPLES = 22
 GLOBAL_BATCH = 8
@@ -145,7 +145,7 @@ def make_trainer(
     """Our Trainer on this rank; with `deepspeed` its kernel, which has to be built before, steps on the CPU."""
     torch.set_num_threads(1)
     if not deepspeed:
-        offload._deepspeed_adam = lambda optimizer: None
+        updated_copies._deepspeed_adam = lambda optimizer: None
     if not pictures:
         draw_nothing()
     words = words_of(family, arguments)
@@ -159,7 +159,7 @@ def parallel_run(
     family: str, parallel: dict[str, Any], evaluate: bool = False, max_logits: int = MAX_LOGITS, **arguments: Any
 ) -> Run:
     """Our Trainer on this rank, trained, with a loss in chunks of `max_logits`; weights on rank 0."""
-    vocabulary_loss.MAX_LOGITS = max_logits
+    lazy_logits.MAX_LOGITS = max_logits
     return run_of(make_trainer(family, parallel, **arguments), evaluate)
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from accelerate.utils import launch
+from argument_figures import AS_STOCK, FOR_SCRIPTS, TRAINER_AS_STOCK
 from transformers import Trainer, TrainingArguments, trainer_pt_utils, training_args
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
@@ -125,16 +126,16 @@ OF_WHAT_IS_REFUSED = {
 
 def test_every_argument_has_an_entry():
     inside = {f"accelerator_config.{name}" for name in SETTINGS}
-    kinds = [set(ARGUMENTS), table.AS_STOCK, set(table.FOR_SCRIPTS)]
+    kinds = [set(ARGUMENTS), AS_STOCK, set(FOR_SCRIPTS)]
     assert set.union(*kinds) == NAMES - {"accelerator_config"} | inside
     assert sum(map(len, kinds)) == len(set.union(*kinds))
-    honoured = {*table.AS_STOCK, *of_kind(table.Differs), *HELD_VALUES}
+    honoured = {*AS_STOCK, *of_kind(table.Differs), *HELD_VALUES}
     assert honoured == set(READERS) | NOT_IN_THE_RUN and not NOT_IN_THE_RUN & set(READERS)
     own = {field.name for field in fields(MultimodalTrainingArguments)} - NAMES
     needing = {"microbatch_assignment", *table.NEED_AN_ARRANGEMENT, *table.NEED_A_PLAN}
     assert own == {"parallel", "global_batch_size", "packing", "save_on_preemption", *needing}
     parts = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
-    assert set(TRAINER_ARGUMENTS) == parts - table.TRAINER_AS_STOCK and parts > table.TRAINER_AS_STOCK
+    assert set(TRAINER_ARGUMENTS) == parts - TRAINER_AS_STOCK and parts > TRAINER_AS_STOCK
     stock = {name for name, value in vars(Trainer).items() if inspect.isroutine(value)}
     known = {*METHODS, *HELD}
     assert known == stock | {name for name in known if hasattr(Trainer, name)}
@@ -313,7 +314,7 @@ def test_what_has_no_effect_is_said():
     for name, value in IDLE_VALUES.items():
         (sentence,) = table.settings_idle_under_a_plan(with_value(name, value))
         assert sentence.startswith(f"`{name}={value!r}` ") and ARGUMENTS[name].reason in sentence
-    for name in table.FOR_SCRIPTS:
+    for name in FOR_SCRIPTS:
         assert re.search(rf"\bargs\.{name}\b", inspect.getsource(transformers.trainer)) is None, name
 
 

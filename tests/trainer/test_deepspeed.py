@@ -11,7 +11,7 @@ import pytest
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import ModulePlugin
-from hf_mmparallel.plan.deepspeed_config import KEYS
+from hf_mmparallel.plan.other_configs import KEYS
 from hf_mmparallel.trainer import engine_state
 from hf_mmparallel.trainer.arguments import check_global_batch, check_optimizer_class
 from tests import tiny

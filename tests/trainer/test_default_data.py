@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from hf_mmparallel import ChatCollator, MultimodalParallelTrainer, MultimodalTrainingArguments, PackingCollator
-from hf_mmparallel.trainer import agreement, evaluation
+from hf_mmparallel.trainer import evaluation, training_steps
 from hf_mmparallel.trainer.columns import format_sentence
 from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
@@ -336,7 +336,7 @@ def test_columns_are_those_that_a_transform_makes(on_ranks: list[dict[str, Any]]
 def _without_targets() -> tuple[list[str], float]:
     """What is said of a later global batch, and of an evaluation, in which all labels are -100."""
     said: list[str] = []
-    agreement.logger.warning = evaluation.logger.warning = lambda text, **_: said.append(text)
+    training_steps.logger.warning = evaluation.logger.warning = lambda text, **_: said.append(text)
     data = tiny.make_dataset("llava", 12)
     for sample in data[4:]:
         sample["labels"] = torch.full_like(sample["labels"], -100)

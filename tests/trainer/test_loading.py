@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info, random_split
 from transformers import TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.trainer import agreement
+from hf_mmparallel.trainer import training_steps
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
@@ -80,7 +80,7 @@ def _losses(steps: list[list[int]]) -> list[float]:
 
 def _skipping(bad: dict[int, tuple[int, ...]]) -> dict[str, Any]:
     warnings: list[str] = []
-    agreement.logger.warning = lambda text: warnings.append(text)  # type: ignore[method-assign]
+    training_steps.logger.warning = lambda text: warnings.append(text)  # type: ignore[method-assign]
     trainer = make_trainer(Corrupt(bad), on_bad_sample="skip", learning_rate=0.0, max_steps=4, workers=1)
     output = trainer.train()
     prediction = trainer.predict(Corrupt({1: (0,)}, 7))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin, StorageSettings
 from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.updated_copies import entries_of, source_of_copy

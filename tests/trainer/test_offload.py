@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import ModulePlugin, resolve_plan
-from hf_mmparallel.runtime import host_memory, offload
+from hf_mmparallel.runtime import host_memory, updated_copies
 from hf_mmparallel.runtime.updated_copies import entries_of, is_offloaded
 from tests import tiny
 from tests.distributed import run_distributed
@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def host_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[runs.Run, set[str], int]:
     """A run in buckets of a few kilobytes, the devices of its state, and the number of entries on the host."""
-    offload.OFFLOAD_BUCKET_BYTES = 4096  # type: ignore[attr-defined]
+    updated_copies.OFFLOAD_BUCKET_BYTES = 4096  # type: ignore[attr-defined]
     trainer = runs.make_trainer(family, parallel, **arguments)
     run = runs.run_of(trainer)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)

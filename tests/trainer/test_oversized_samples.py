@@ -18,10 +18,9 @@ from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, Workloads, resolve_plan, sync_groups
 from hf_mmparallel.planning.answer import check_memory
 from hf_mmparallel.planning.settings import Settings
-from hf_mmparallel.trainer import loaders, oversized_samples, start_report
+from hf_mmparallel.trainer import loaders, start_report, training_sizes
 from hf_mmparallel.trainer.loaders import training_planner
-from hf_mmparallel.trainer.oversized_samples import LargeSamples, LimitWatch, MemoryRatio, allocated_since
-from hf_mmparallel.trainer.training_sizes import StartSizes
+from hf_mmparallel.trainer.training_sizes import LargeSamples, LimitWatch, MemoryRatio, StartSizes, allocated_since
 from hf_mmparallel.world import World
 from tests import tiny
 from tests.distributed import run_distributed
@@ -42,7 +41,7 @@ LIMIT = 60
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is logged; accelerate's logger needs a process group or its own state."""
     lines: list[str] = []
-    monkeypatch.setattr(oversized_samples, "logger", SimpleNamespace(info=lines.append, warning=lines.append))
+    monkeypatch.setattr(training_sizes, "logger", SimpleNamespace(info=lines.append, warning=lines.append))
     return lines
 
 
@@ -175,7 +174,7 @@ def data() -> Any:
 def limited_run() -> tuple[runs.Run, list[str], list[tuple[int, int]]]:
     """A run, what was said, and for each microbatch of the last step its samples and tokens."""
     said: list[str] = []
-    for module in (oversized_samples, start_report):
+    for module in (training_sizes, start_report):
         module.logger = SimpleNamespace(warning=said.append)  # type: ignore[assignment]
     trainer = runs.make_trainer("llava", LAYOUT, data=data(), max_tokens_per_microbatch=LIMIT, max_steps=3)
     run = runs.run_of(trainer)

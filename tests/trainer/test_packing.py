@@ -10,10 +10,9 @@ import torch
 from transformers import HfArgumentParser, LlamaConfig, SiglipVisionConfig, Trainer
 
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.data.packing import PackingCollator
+from hf_mmparallel.data import packing as rows
+from hf_mmparallel.data.packing import PackingCollator, row_choice
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.trainer import build as rows
-from hf_mmparallel.trainer.build import row_choice
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments, set_seed
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.modeling import peft_models
-from hf_mmparallel.modeling.peft_models import base_model_of, is_peft_model, unwrap_peft_model, with_adapters_of
+from hf_mmparallel.modeling import adapter
+from hf_mmparallel.modeling.adapter import base_model_of, is_peft_model, unwrap_peft_model, with_adapters_of
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny
@@ -39,7 +39,7 @@ BIASED = {**THREE_STEPS, "learning_rate": 0.1}
 
 def test_models_without_adapters_need_no_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     model, blank = tiny.FAMILIES["llama"](), tiny.FAMILIES["llama"]()
-    monkeypatch.setattr(peft_models, "is_peft_available", lambda: False)
+    monkeypatch.setattr(adapter, "is_peft_available", lambda: False)
     monkeypatch.setitem(sys.modules, "peft", None)  # an import fails
     assert not is_peft_model(model) and base_model_of(model) is model
     assert with_adapters_of(model, blank) is blank

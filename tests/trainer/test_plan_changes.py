@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_mmparallel.modeling.dtensors import local
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import MultimodalParallelPlugin, parameter_shards, plan_for_model
 from hf_mmparallel.resilience.state_copies import PlacedPlan
 from hf_mmparallel.runtime.held_state import exchange

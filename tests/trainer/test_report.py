@@ -19,6 +19,7 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.arrange.balance import Balance
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.arrangement_choice import ArrangementChoice
+from hf_mmparallel.data.packing import RowChoice
 from hf_mmparallel.data.size_sources import draw_samples
 from hf_mmparallel.data.streams import StreamWindow
 from hf_mmparallel.modeling import build_model_spec
@@ -28,7 +29,6 @@ from hf_mmparallel.planning.inputs import ModelSource, Samples
 from hf_mmparallel.planning.settings import Settings
 from hf_mmparallel.trainer import start_report as report
 from hf_mmparallel.trainer.argument_table import settings_without_plan
-from hf_mmparallel.trainer.build import RowChoice
 from hf_mmparallel.trainer.model_card import RunSummary, plan_section
 from hf_mmparallel.trainer.start_report import StepReport, arrangement_lines, settings_without_effect
 from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, representative_batch

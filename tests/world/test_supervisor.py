@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from hf_mmparallel.world.lifelines import Lifeline, Lifelines
 from hf_mmparallel.world.membership import Standing
-from hf_mmparallel.world.supervisor import Limits, Supervisor, Worker
+from hf_mmparallel.world.supervisor import Lifeline, Lifelines, Limits, Supervisor, Worker
 from hf_mmparallel.world.watcher import Activity
 
 

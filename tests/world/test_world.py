@@ -19,7 +19,7 @@ from live_bytes import LiveBytes
 
 import hf_mmparallel
 from hf_mmparallel.data.step_batch import StreamRows
-from hf_mmparallel.trainer.agreement import SampleAgreement
+from hf_mmparallel.trainer.training_steps import SampleAgreement
 from hf_mmparallel.world import ReduceScatter, World, failure, watcher
 from hf_mmparallel.world.failure import raise_on_all_ranks
 from hf_mmparallel.world.watcher import ACTIVITY

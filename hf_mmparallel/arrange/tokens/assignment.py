@@ -179,7 +179,6 @@ class ContextAssignment:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
         return self.blocks.shape[0]
 
     @property

@@ -362,7 +362,6 @@ class _SplitRow:
         return cls(row, whole, new_start, rank_of_block, ranks, start, bins)
 
     def assignment(self, owner: NDArray) -> ContextAssignment:
-        """The resulting assignment."""
         new_start = self._new_starts(owner)
         everything = np.ones(len(new_start), dtype=bool)
         block, num_ranks = self.row.block, self.bins.num_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..known_values import keep_values, known_values
+from ..._device import keep_values, known_values
 from . import cpu
 from .reference import reference_attention, reference_backward
 from .words import BitfieldMask
@@ -25,7 +25,6 @@ _results: OrderedDict[tuple, tuple[tuple[Tensor, ...], Any]] = OrderedDict()
 
 
 def default_backend(query: Tensor) -> str:
-    """The backend of a tensor's device."""
     return "triton" if query.is_cuda else "cpu"
 
 

@@ -281,7 +281,6 @@ class MaskPlan:
 
     @property
     def batch_size(self) -> int:
-        """Returns the batch size."""
         return self.query_rows.shape[0]
 
     @property

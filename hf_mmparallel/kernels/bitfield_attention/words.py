@@ -153,5 +153,4 @@ class BitfieldMask:
         return self.query_words, self.query_positions, self.key_words, self.key_positions
 
     def to(self, device: torch.device | str) -> BitfieldMask:
-        """The mask on another device."""
         return BitfieldMask(*(tensor.to(device) for tensor in self.tensors))

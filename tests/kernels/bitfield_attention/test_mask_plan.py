@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_mmparallel._device import keep_values
 from hf_mmparallel.kernels.bitfield_attention import (
     BitfieldMask,
     dense_mask,
@@ -33,7 +34,6 @@ from hf_mmparallel.kernels.bitfield_attention.mask_plan import (
     compile_mask,
     step_costs,
 )
-from hf_mmparallel.kernels.known_values import keep_values
 
 from .mask_families import FAMILIES, HOLES, masks, permuted
 
