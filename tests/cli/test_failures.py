@@ -41,10 +41,10 @@ def test_what_is_reached_by_losses_is_not_faster_than_what_is_best(model, run, m
     """Few plans are simulated of each number of nodes; here the one that is simulated is slow."""
 
     def two_unlike_pipelines(planner: ResilientPlanner, num_nodes: int) -> ClusterPlan:
-        return planner.plans.consecutive([planner.layout(num_nodes - 1), planner.layout(1)])
+        return planner.plans.consecutive([planner.pipeline(num_nodes - 1), planner.pipeline(1)])
 
     def single_nodes(planner: ResilientPlanner) -> ClusterPlan:
-        return planner.plans.consecutive([planner.layout(1)] * planner.num_nodes)
+        return planner.plans.consecutive([planner.pipeline(1)] * planner.num_nodes)
 
     monkeypatch.setattr(ResilientPlanner, "first", single_nodes)
     monkeypatch.setattr(ResilientPlanner, "fastest", two_unlike_pipelines)
@@ -70,6 +70,18 @@ def test_sizes_are_kept_or_chosen(model, run, tmp_path, sizes, nodes, vision):
     assert plan.modules["vision"].tp_sizes == (vision,) and plan.modules[LANGUAGE_MODEL].tp_size == 2
     again = run(*asked, "--parallel", path, *nodes[:2])
     assert "on 2 ranks" in again and "Any node may fail at once" in again
+
+
+def test_copies_on_a_node_share_what_belongs_to_a_module(model, run, tmp_path):
+    path = tmp_path / "plan.yaml"
+    asked = ["plan", "--model", model, *SHORT, "--nodes", 3, "--failures", 1, "--global-batch-size", 24]
+    sharing = ["--module", "vision:tp=1", "--module", "language_model:zero_stage=3,shard_size=4"]
+    out = run(*asked, *sharing, "--gpus", 12, "--output", path)
+    assert "4 copies of the model on the same nodes need 1 node of 4 ranks" in out and "2 pipelines of 1" in out
+    assert "│ 3 │ 3 x 1 │ 12 x 2 │" in out and "│ 2 │ 2 x 1 │ 8 x 3 │" in out
+    plan = ParallelPlan.load(path)
+    assert plan.modules[LANGUAGE_MODEL].layout == "dp 12, ZeRO-3 over 4" and plan.modules["vision"].dp_size == 12
+    assert "│ 3 │ 3 x 1 │ 12 x 2 │" in run(*asked, "--parallel", path)
 
 
 def test_layers_that_can_not_be_cut(model, fail, tmp_path):

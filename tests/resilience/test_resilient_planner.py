@@ -368,6 +368,8 @@ def test_plans_of_the_user_are_adopted() -> None:
     assert [pipeline.nodes for pipeline in state.pipelines] == [(0,), (1,)]
     plugins = {"vision": vision, LANGUAGE_MODEL: WITH_VISION}
     assert state.plan == resolve_plan(costs_of("llava").spec, plugins, None, "1f1b", 12)
+    state = adopted(ModulePlugin(4), ModulePlugin(4, colocate_with="vision"), 2)
+    assert [pipeline.nodes for pipeline in state.pipelines] == [(0,), (1,)], "two copies on each"
     state = adopted(TWO, ModulePlugin(2, pp_size=3), 2, change=regrouped)
     assert [pipeline.nodes for pipeline in state.pipelines] == [(0, 1), (2, 3)]
     assert [stage.all_ranks for stage in state.plan.modules[LANGUAGE_MODEL].replicas[1]] == [(5,), (6,), (7,)]
