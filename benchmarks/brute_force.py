@@ -18,6 +18,7 @@ from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.cost.step_planner import Prediction
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, Stage
 from hf_mmparallel.plan.layout import ModuleLayout
+from hf_mmparallel.planning.bounds import StepBounds
 from hf_mmparallel.planning.partition import partition_all
 from hf_mmparallel.planning.problem import Candidate, PlanningProblem
 from hf_mmparallel.planning.simulations import caution, step_planner
@@ -66,6 +67,7 @@ class BruteForce:
         num_listed (`int`): Layouts, those that can't fit left out.
         num_simulated (`int`): Layouts that were simulated.
         least_ratio (`float`): The least simulated over closed form: where it is above 1 / `CUT`, nothing was missed.
+        bound_ratio (`float`): Median of the lower bound of the search over what was simulated, without the optimizer.
         is_complete (`bool`): Whether the time sufficed for all that could be faster.
         seconds (`float`): Of the processor.
         close (`tuple[Candidate, ...]`): Layouts that are nearly as fast on the first batch, the fastest first.
@@ -76,6 +78,7 @@ class BruteForce:
     num_listed: int
     num_simulated: int
     least_ratio: float
+    bound_ratio: float
     is_complete: bool
     seconds: float
     close: tuple[Candidate, ...]
@@ -230,6 +233,7 @@ def brute_force(problem: PlanningProblem, limit_s: float = float("inf")) -> Brut
     listed = sorted(layouts, key=lambda own: own.closed_form_ms)
     times: list[tuple[float, Candidate]] = []
     best_ms, least_ratio, num_simulated, is_complete = float("inf"), float("inf"), 0, True
+    bounds, bound_ratios = StepBounds(problem), list[float]()
     for own in listed:
         if own.closed_form_ms > CUT * best_ms:
             break
@@ -244,13 +248,15 @@ def brute_force(problem: PlanningProblem, limit_s: float = float("inf")) -> Brut
         if prediction is None:
             continue
         least_ratio = min(least_ratio, prediction.step_ms / own.closed_form_ms)
+        bound_ratios.append(bounds.least_ms(candidate) / prediction.timeline.iteration_ms)
         best_ms = min(best_ms, prediction.step_ms)
         times.append((prediction.step_ms, candidate))
     times.sort(key=lambda pair: pair[0])
     best, step_ms = _over_batches(problem, times)
     close = tuple(own for own_ms, own in times if own_ms <= CLOSE * best_ms)
     seconds = time.process_time() - start
-    return BruteForce(best, step_ms, len(listed), num_simulated, least_ratio, is_complete, seconds, close)
+    ratio = float(np.median(bound_ratios))
+    return BruteForce(best, step_ms, len(listed), num_simulated, least_ratio, ratio, is_complete, seconds, close)
 
 
 @dataclass(frozen=True)

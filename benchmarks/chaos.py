@@ -98,6 +98,7 @@ SETTINGS = (
     Setting("copies, NCCL's aborts", "copies", options=("--nccl",)),
     Setting("pipelines, others join", "pipelines", joins=(Join(5), Join(9, 2))),
     Setting("unlike cuts, others join", "unlike cuts", joins=(Join(5, 2),)),
+    Setting("shared state, others join", "shared state", joins=(Join(5, 2),)),
     Setting("hosts of one, another joins", "own ranks", joins=(Join(7),), hosts=4),
     Setting("hosts of two nodes", "copies", options=("--workers", "1", "--async_save"), joins=(Join(7, 2),), hosts=2),
     Setting("hosts are nodes, others join", "tensor parallel", joins=(Join(5, 2), Join(9, 2)), hosts=4),

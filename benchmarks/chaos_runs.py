@@ -25,6 +25,7 @@ try:
     from benchmarks.chaos_worker import (
         BEST,
         HOST_WAYS,
+        OWN_RATE,
         POINTS,
         MovingAverage,
         Samples,
@@ -37,6 +38,7 @@ except ImportError:  # run as a script
     from chaos_worker import (
         BEST,
         HOST_WAYS,
+        OWN_RATE,
         POINTS,
         MovingAverage,
         Samples,
@@ -65,9 +67,11 @@ class Death:
         step (`int`): The step in which it dies; the next time that it comes to the point.
         point (`str`): One of [`POINTS`].
         way (`str`):
-            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"` or `"term"` (SIGTERM, on which
-            it leaves); of all processes of its host `"cut"` (it waits for the host to be cut off), `"kill_host"`
-            (SIGKILL to these and their launcher) or `"term_launcher"` (SIGTERM to the launcher).
+            `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, `"term"` (SIGTERM, on which it
+            leaves), `"hang"` (it lives, and waits for a message that never comes) or `"unplug"` (it lives, and its
+            connections end); of all processes of its host
+            `"cut"` (it waits for the host to be cut off), `"kill_host"` (SIGKILL to these and their launcher) or
+            `"term_launcher"` (SIGTERM to the launcher).
     """
 
     member: int
@@ -158,6 +162,21 @@ LAYOUTS = {
     "long pipelines": Layout(8, {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 3}}),
     "tensor parallel": Layout(
         8, {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"dp_size": 2, "tp_size": 2}}, 2
+    ),
+    "shared state": Layout(  # of two copies on the first node, and of two, in two stages, on the others
+        6,
+        {
+            "modules": {
+                "vision": _copies(*([(0, 4, (rank,))] for rank in range(4)))
+                | {"sharding": {"zero_stage": 2, "shard_size": 2}},
+                "language_model": _copies(
+                    *([(0, 4, (rank,))] for rank in (0, 1)),
+                    *([(0, 1, (rank,)), (1, 4, (rank + 2,))] for rank in (2, 3)),
+                )
+                | {"sharding": {"zero_stage": 3, "shard_size": 2}},
+            }
+        },
+        2,
     ),
     "unlike cuts": Layout(
         8,
@@ -253,9 +272,16 @@ class _Weights(TrainerCallback):
 
 
 def stock_run(
-    steps: int = STEPS, adapter: bool = False, best: bool = False, checkpoint: Path | None = None
+    steps: int = STEPS,
+    adapter: bool = False,
+    best: bool = False,
+    checkpoint: Path | None = None,
+    own_rate: bool = False,
 ) -> Reference:
-    """The stock Trainer on this process, maybe with LoRA, with the best model at the end, and from a checkpoint on."""
+    """
+    The stock Trainer on this process, maybe with LoRA, with the best model at the end, from a checkpoint on, or with
+    [`OWN_RATE`] of the encoder.
+    """
     from transformers import Trainer, TrainingArguments
 
     from hf_mmparallel import MultimodalParallelTrainer
@@ -270,8 +296,20 @@ def stock_run(
         kind = Trainer if checkpoint is None else MultimodalParallelTrainer
         model = with_adapter(model) if adapter else model
         trainer = kind(model, args, collate, Samples(), held_out, callbacks=callbacks)
+        if own_rate:
+            _give_own_rate(trainer.create_optimizer(), model)
         trainer.train(None if checkpoint is None else str(checkpoint))
         return Reference(trainer.state.log_history, weights.steps, MovingAverage.of(trainer))
+
+
+def _give_own_rate(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Puts the encoder and its projector into groups of their own."""
+    own = {id(p) for name, p in model.named_parameters() if "vision_tower" in name or "projector" in name}
+    for group, decay in zip(list(optimizer.param_groups), (OWN_RATE["weight_decay"], 0.0), strict=True):
+        params = [p for p in group["params"] if id(p) in own]
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+        settings = {"lr": OWN_RATE["learning_rate"], "weight_decay": decay}
+        optimizer.add_param_group({**group, "params": params, **settings})
 
 
 def checkpoint_faults(folder: Path, output: str, reference: Reference | None, adapter: bool = False) -> list[str]:

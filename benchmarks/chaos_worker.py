@@ -22,6 +22,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from transformers import LlavaConfig, LlavaForConditionalGeneration, TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments, TimelineCallback
@@ -34,7 +35,8 @@ from hf_mmparallel.runtime.sharded_model import ShardedModel
 from hf_mmparallel.trainer import recovery as recovery_module
 from hf_mmparallel.trainer.checkpoint_saves import CheckpointSaves
 from hf_mmparallel.trainer.survival import Survival
-from hf_mmparallel.world import Membership
+from hf_mmparallel.world import Membership, track_activity
+from hf_mmparallel.world.connections import end_gloo_connections
 
 try:
     from benchmarks import counted_device, fake_trackers
@@ -173,6 +175,10 @@ class Deaths:
                 if way == "cut":
                     (self.folder / "cut").touch()
                     time.sleep(1000)
+                if way in ("hang", "unplug"):
+                    self.planned = []
+                    _wait_in_vain() if way == "hang" else end_gloo_connections()
+                    return
                 if way == "kill_host":
                     _kill_host()
                 if way.startswith("term"):
@@ -220,6 +226,12 @@ class Deaths:
         if joins_job():
             self.before(Membership, "register", "waiting", after=True)
             self.before(recovery_module.Recovery, "wait_to_join", "told", after=True)
+
+
+def _wait_in_vain() -> None:
+    """Waits for a message of another rank that never comes."""
+    with track_activity("waiting for nothing", waits=True):
+        dist.recv(torch.zeros(1), (dist.get_rank() + 1) % dist.get_world_size(), tag=7)
 
 
 def _kill_host() -> None:
@@ -313,6 +325,8 @@ class MovingAverage(TrainerCallback):
         return {name: average.clone() for name, average in found.items() if type(average) is torch.Tensor}
 
 
+OWN_RATE = {"learning_rate": 2e-2, "weight_decay": 0.1}
+"""Settings of an encoder with groups of the optimizer of its own, beside a whole plan."""
 BEST = {"load_best_model_at_end": True, "eval_steps": 4}
 """Arguments of a run that keeps the best checkpoint: it evaluates before each save."""
 
@@ -351,6 +365,7 @@ def main() -> None:
     parser.add_argument("--async_save", action="store_true")
     parser.add_argument("--log_predictions", action="store_true")
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--own_rate", action="store_true", help="a learning rate and weight decay of the encoder")
     parser.add_argument("--best", action="store_true", help="load the best checkpoint at the end")
     parser.add_argument("--average", action="store_true", help="keep a moving average of weights")
     parser.add_argument("--trackers", action="store_true", help="report to stand-ins of trackers")
@@ -398,8 +413,11 @@ def train(options: argparse.Namespace, deaths: Deaths, strikes: Strikes, member:
         spec = options.folder / f"gpu-{member}.yaml"
         spec.write_text("name: counted\nlike: h100\n")
         more["gpu_spec"] = str(spec)
+    parallel = json.loads(options.parallel)
+    if options.own_rate:
+        parallel = {"plan": parallel, "modules": {"vision": OWN_RATE}}
     args = MultimodalTrainingArguments(
-        parallel=options.parallel,
+        parallel=parallel,
         resilience={"failures": options.failures, "ranks_per_node": options.ranks_per_node},
         global_batch_size=8,
         per_device_train_batch_size=2,

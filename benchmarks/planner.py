@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -146,12 +147,13 @@ def speed(quick: bool) -> dict[str, Any]:
         _, seconds = timed(lambda n=gpus, b=batch: allocate(demands, n, b, USABLE * 80 * GIB), repeats)
         found[str(gpus)] = {"s": seconds, "paper_ms": paper_ms}
     searches = {}
-    for gpus in (8,) if quick else (8, 64, 1024):
-        problem = mixed_problem(gpus, 20_000) if gpus == 8 else search_problem(gpus)
+    for gpus in (8,) if quick else (8, 64, 1024, 4096):
+        problem = mixed_problem(gpus, 20_000) if gpus in (8, 4096) else search_problem(gpus)
         problem = replace(problem, effort=16) if quick else problem
         results, seconds = timed(lambda own=problem: search_plans(own), 3 if gpus == 64 else 1)
-        best = str(results[0].best.candidate)
-        searches[str(gpus)] = {"s": seconds, "candidates": results[0].num_candidates, "plan": best}
+        row = {"candidates": results[0].num_candidates, "plan": str(results[0].best.candidate)}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # of the process, whose imports are a part
+        searches[str(gpus)] = {"s": seconds, **row, "is_proven": results[0].is_proven, "gib": peak}
     sizes = PUBLISHED["synthchartnet"].draw(10_000 if quick else 1_000_000, 0)
     work = PUBLISHED_MODELS["llama3-1b"].workloads(sizes).forward_ms
     reports, seconds = timed(lambda: minimum_stable_batch(draw_from(work), None, 64, 4), repeats)
@@ -176,7 +178,7 @@ def speed_table(result: dict[str, Any]) -> Table:
         row(f"DistTrain's allocation, {gpus} GPUs", own["s"], goal, f"{own['paper_ms']} ms")
     for gpus, own in result["search"].items():
         goal = f"{GOALS[key]:.0f} s" if (key := f"search_{gpus}_s") in GOALS else ""
-        row(f"search, {gpus} GPUs, {own['candidates']} candidates", own["s"], goal)
+        row(f"search, {gpus} GPUs, {own['candidates']} candidates, {own['gib']:.2f} GiB", own["s"], goal)
     row("profiling batch size, 64 GPUs", result["profiling_batch"]["s"], f"{GOALS['profiling_batch_s']:.0f} s")
     return table
 

@@ -140,13 +140,19 @@ def launch(size: Size, folder: Path, options: Sequence[str], elastic: bool, time
     return Run(returncode, text, rows)
 
 
-def recovered(size: Size, cause: str) -> dict[str, float]:
-    """Seconds of each part of a recovery, on the rank that was the last to finish the step."""
+def run_with_death(size: Size, cause: str, *options: str) -> Run:
+    """A run in which the last rank dies."""
     with tempfile.TemporaryDirectory(prefix="recovery-") as name:
         death = f"{size.ranks - 1}:{DEATH_STEP}:forward:{CAUSES[cause]}"
-        run = launch(size, Path(name), ["--resilience", "--steps", str(STEPS), "--death", death], elastic=True)
+        given = ["--resilience", "--steps", str(STEPS), "--death", death, *options]
+        run = launch(size, Path(name), given, elastic=True)
     if run.returncode:
         raise RuntimeError(f"{size.name}, {cause}: exit code {run.returncode}.\n{run.output[-4000:]}")
+    return run
+
+
+def recovered(size: Size, cause: str, run: Run) -> dict[str, float]:
+    """Seconds of each part of a recovery, on the rank that was the last to finish the step."""
     own = [parts_of(rows, run.died_at) for rank, rows in run.rows.items() if rank != size.ranks - 1]
     parts = max(own, key=lambda one: one["total"])
     parts["detected_last"] = max(one["detected"] for one in own)
@@ -156,27 +162,26 @@ def recovered(size: Size, cause: str) -> dict[str, float]:
     return parts
 
 
-def memory_of(size: Size, dtype: str) -> dict[str, Any]:
+def memory_of(size: Size, dtype: str, run: Run) -> dict[str, Any]:
     """The measured and the predicted peak of the device of each rank that is left, in bytes."""
-    with tempfile.TemporaryDirectory(prefix="recovery-") as name:
-        death = f"{size.ranks - 1}:{DEATH_STEP}:forward:kill"
-        options = ["--resilience", "--memory", "--steps", str(DEATH_STEP), "--death", death]
-        run = launch(size, Path(name), options + ["--bf16"] * (dtype == "bfloat16"), elastic=True)
-    if run.returncode:
-        raise RuntimeError(f"{size.name}: exit code {run.returncode}.\n{run.output[-4000:]}")
     ranks = {rank: row["memory"] for rank, rows in run.rows.items() for row in rows if "memory" in row}
     error = max(abs(row["predicted"] / row["peak"] - 1) for row in ranks.values())
     return {"case": f"{size.name}, {dtype}", "largest_error": round(error, 4), "ranks": ranks}
 
 
-def measure_memory(is_quick: bool, load: Sequence[float], folder: Path) -> None:
-    """Measures the peaks of recoveries on four ranks, and reports them."""
-    models = {"small": MODELS["small"]} if is_quick else MEMORY_MODELS
-    sizes = [Size(name, *shape, 4, True) for name, shape in models.items()]
-    cases = [memory_of(size, dtype) for size in sizes for dtype in ("float32", "bfloat16")[: 1 if is_quick else 2]]
+def memory_cases() -> list[dict[str, Any]]:
+    """Measures the peaks of recoveries on four ranks."""
+    sizes = [Size(name, *shape, 4, True) for name, shape in MEMORY_MODELS.items()]
+    options = {"float32": ["--memory"], "bfloat16": ["--memory", "--bf16"]}
+    kinds = ((size, dtype) for size in sizes for dtype in options)
+    return [memory_of(size, dtype, run_with_death(size, "SIGKILL", *options[dtype])) for size, dtype in kinds]
+
+
+def report_memory(cases: list[dict[str, Any]], load: Sequence[float], folder: Path) -> None:
+    """Reports the peaks of recoveries."""
     largest_error = max(case["largest_error"] for case in cases)
     result = {"cases": cases, "largest_error": largest_error, "goal": MEMORY_GOAL}
-    result |= {**common.machine(common.QUICK, load), "shapes": models}
+    result |= {**common.machine(common.QUICK, load), "shapes": MEMORY_MODELS}
     numbers = ("held", "peak", "predicted")
     table = Table("run", "rank", *(f"{name}, MiB" for name in numbers), "error", title="A device's peak in a recovery")
     for case in cases:
@@ -292,7 +297,8 @@ def main() -> None:
     options = parser.parse_args()
     repeats, steps = options.repeats or (1 if options.quick else 3), options.steps or (20 if options.quick else 400)
     load = os.getloadavg()
-    measure_memory(options.quick, load, options.out)
+    if not options.quick:
+        report_memory(memory_cases(), load, options.out)
     if options.memory:
         return
     sizes = [
@@ -308,7 +314,10 @@ def main() -> None:
     for size in sizes:
         causes = ["SIGKILL"] if options.quick or size.model != "small" else list(CAUSES)
         for cause in causes:
-            cases.append(case_of(size, cause, [recovered(size, cause) for _ in range(repeats)]))
+            runs = [run_with_death(size, cause, *["--memory"] * options.quick) for _ in range(repeats)]
+            cases.append(case_of(size, cause, [recovered(size, cause, run) for run in runs]))
+            if options.quick:  # times and memory of one run
+                report_memory([memory_of(size, "float32", runs[0])], load, options.out)
         starts = [restarted(two_ranks if options.quick else size) for _ in range(repeats)]
         restarts.append(stock_of(size, starts))
     unloaded = [two_ranks] if options.quick else [size for size in sizes if not size.pipelines]

@@ -190,7 +190,7 @@ class TemplateRecovery:
             return None, False
         is_whole = frozenset().union(*self._held.values()) >= self.job.all_layers
         try:
-            self.pipelines = list(without_nodes(self.pipelines, nodes, self.counts, self.failures).pipelines)
+            self.pipelines = without_nodes(self.pipelines, nodes, self.counts, self.failures)[0]
         except TooFewNodesError:
             self.pipelines = []
             if is_whole:

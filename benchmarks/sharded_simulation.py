@@ -48,7 +48,7 @@ from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.cost.collectives import all_gather
 from hf_mmparallel.cost.devices import Hardware
-from hf_mmparallel.cost.stage_times import layer_table
+from hf_mmparallel.cost.layer_table import layer_table
 from hf_mmparallel.cost.step import StepCost
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset

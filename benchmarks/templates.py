@@ -54,6 +54,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes
 from hf_mmparallel.resilience.model_chain import TypicalMicrobatches, model_chain
+from hf_mmparallel.resilience.pipelines import layouts_of
 from hf_mmparallel.resilience.templates import (
     Instantiation,
     LayerChain,
@@ -190,7 +191,9 @@ def job_of(name: str, batch: int, bamboo: bool = False, slower: float = 1.0) -> 
     count, sizes = -(-batch // size), SampleSizes.uniform({LANGUAGE_MODEL: load.seq_len}, size, known=True)
     plugins = {LANGUAGE_MODEL: ModulePlugin(activation_checkpointing=not bamboo)}
     microbatches = TypicalMicrobatches(sizes, size, -(-count // (FAILURES + 1)))
-    found = model_chain(costs_of(name), plugins, microbatches, MEMORY_BYTES, state_copies=2 if bamboo else 1)
+    found = model_chain(
+        costs_of(name), layouts_of(plugins), microbatches, MEMORY_BYTES, state_copies=2 if bamboo else 1
+    )
     chain = replace(found.chain, layer_ms=slower * np.asarray(found.chain.layer_ms))
     return ReplayJob(chain, found.state_bytes, 1, count, batch, NODES)
 

@@ -3,12 +3,12 @@
 import gc
 import os
 from typing import Any
-from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 from tests import folders
+from tests.deep_cases import CHOSEN, PARTS, is_in_part
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,15 +20,18 @@ settings.register_profile("no times", deadline=None, suppress_health_check=[Heal
 settings.load_profile("no times")
 
 TIERS = ("distributed", "slow", "deep", "gpu", "multi_gpu")
-DEEP_PARTS = 10
-_SEED = 1023  # of the checksums; deals the tests that take longest to different parts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option that leaves out deep tests."""
-    choices = ("all", "none", *map(str, range(DEEP_PARTS)))
-    text = f"deep tests and all examples of property tests: all (default), none, or one of {DEEP_PARTS} parts, for CI"
+    choices = ("all", "none", *map(str, range(PARTS)))
+    text = f"deep tests and all examples of property tests: all (default), none, or one of {PARTS} parts, for CI"
     parser.addoption("--deep", choices=choices, default="all", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells the cases of launches which part runs."""
+    os.environ[CHOSEN] = config.getoption("--deep")
 
 
 def pytest_sessionstart() -> None:
@@ -67,14 +70,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def _leave_out_deep(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the deep tests that `--deep` does not ask for."""
     part = config.getoption("--deep")
-    left_out = {item for item in items if item.get_closest_marker("deep") and not _is_in_part(item.nodeid, part)}
+    left_out = {item for item in items if item.get_closest_marker("deep") and not is_in_part(item.nodeid, part)}
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
-
-
-def _is_in_part(name: str, part: str) -> bool:
-    """Whether a name belongs to a part, by its checksum: others that come or go move no test to another part."""
-    return part == "all" or part == str(crc32(name.encode(), _SEED) % DEEP_PARTS)
 
 
 def _leave_out_examples(part: str, items: list[pytest.Item]) -> None:
@@ -88,7 +86,7 @@ def _leave_out_examples(part: str, items: list[pytest.Item]) -> None:
         if is_hypothesis_test(test):
             tests[getattr(test, "__func__", test)] = item.nodeid.partition("::")[0]
     for test, path in tests.items():
-        if not _is_in_part(path, part):
+        if not is_in_part(path, part):
             own = test._hypothesis_internal_use_settings  # `settings` itself can decorate a test only once
             fewer = min(own.max_examples, max(5, own.max_examples // 5))
             test._hypothesis_internal_use_settings = settings(own, max_examples=fewer)

@@ -2,7 +2,9 @@
 
 from types import SimpleNamespace
 
-from tests import conftest
+import pytest
+
+from tests import conftest, deep_cases
 
 
 class _Item(SimpleNamespace):
@@ -24,3 +26,12 @@ def test_every_deep_test_is_in_one_part_and_stays_there_when_others_come():
     parts = [_kept(str(part)) for part in range(10)]
     assert set.union(*parts) == _kept("all") and sum(map(len, parts)) == 230 and all(len(part) > 10 for part in parts)
     assert all(_kept(str(number), 240) >= part for number, part in enumerate(parts)) and _kept("none") == set()
+
+
+def test_cases_of_a_launch_take_turns(monkeypatch: pytest.MonkeyPatch):
+    cases, parts = {f"case {number}": number for number in range(100)}, []
+    for part in (*map(str, range(10)), "none", "all"):
+        monkeypatch.setenv(deep_cases.CHOSEN, part)
+        parts.append(deep_cases.in_turn(cases, "case 7"))
+    assert set().union(*parts[:10]) == {*cases} and sum(map(len, parts[:10])) == 109
+    assert parts[10:] == [{"case 7": 7}, cases]

@@ -185,9 +185,9 @@ def possible_pairs(
     above, below = np.take_along_axis(surplus, over, 1), np.take_along_axis(surplus, under, 1)
     padded_weights = np.append(weights, 0.0)
     first = np.arange(num_problems)[:, None] * count
-    inside = bins < num_problems * count
-    members = _heaviest_first(np.where(inside, bins, num_problems * count), padded_weights, num_problems * count + 1)
-    members = members[(over + first).ravel()]
+    inside = np.flatnonzero(bins < num_problems * count)
+    members = _heaviest_first(bins[inside], weights[inside], num_problems * count)[(over + first).ravel()]
+    members = np.append(inside, len(bins))[members]
     table = _sums(members, padded_weights)
     # the best subset has the sum closest to half of the difference
     wanted = ((above[:, :, None] - below[:, None, :]) / 2).reshape(num_problems * half, half)

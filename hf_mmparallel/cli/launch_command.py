@@ -44,8 +44,9 @@ def launch_parser() -> argparse.ArgumentParser:
         type=_seconds_or_auto,
         default=None,
         metavar="SECONDS",
-        help="Seconds in one activity without waiting for others, after which a process is killed; 0 for no limit. By "
-        'default ("auto"), once two steps are done, 20 times the longest activity of its kind so far, 900 at least.',
+        help="Seconds in one activity, after which a process is killed that does not wait for others, and processes "
+        'that all wait for each other meet anew; 0 for no limit. By default ("auto"), once two steps are done, 20 '
+        "times the longest activity of its kind so far, 900 at least.",
     )
     group.add_argument(
         "--restart",

@@ -7,14 +7,13 @@ Uses plans, arrangements and schedules, and no torch; imported by what plans, pr
 from .analytic import AnalyticLayers, analytic_costs, layer_flops, module_flops, predicts_times
 from .device_table import device_from, device_table, find_device, recognize_device
 from .devices import Hardware
+from .layer_table import LayerTable, layer_table
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial, data_gradients
 from .limits import MEMORY_SHARE, batch_workloads, fitting_in_flight, fitting_tokens, usable_bytes
 from .memory import activation_peaks, memory_per_rank, memory_timeline
 from .stage_memory import GRADIENT_BUCKET_BYTES, OFFLOAD_BUCKET_BYTES, RankMemory
 from .stage_times import (
-    LayerTable,
     StageCost,
-    layer_table,
     model_flops,
     module_model_flops,
     stage_costs,

@@ -16,10 +16,10 @@ from ..schedule.kinds import LAST_PASSES
 from .activations import DTYPE_BYTES, FULL
 from .collectives import CollectiveTime, all_gather, all_reduce, slowest
 from .devices import host_step_ms
+from .layer_table import layer_table
 from .layers import CostModel
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, PassTransfers, parameter_bytes, pass_transfers
 from .stage_memory import GRADIENT_BUCKET_BYTES, stage_memories
-from .stage_times import layer_table
 
 # module and replicas -> tokens and squared lengths `[2, chunks]` of the chunks whose backwards are the last ones
 LastChunks = Callable[[str, NDArray], NDArray]
@@ -206,12 +206,13 @@ def optimizer_times(
     """
     costs, device = costs.of_plan(plan), costs.device
     updates, gathers = (dict.fromkeys(range(plan.world_size), 0.0) for _ in range(2))
-    transfers: dict[tuple[str, int], PassTransfers | None] = {}
+    transfers: dict[tuple[str, tuple[int, int]], PassTransfers | None] = {}
     for key, memory in stage_memories(costs, plan).items():
         update_ms = memory.update_bytes / device.memory_bytes_per_ms + host_step_ms(device, memory.host_step)
-        if (key[0], key[2]) not in transfers:
-            transfers[key[0], key[2]] = pass_transfers(costs, plan, key[0], key[2])
-        shared = transfers[key[0], key[2]]
+        alike = (key[0], plan.stage(*key).layers)
+        if alike not in transfers:
+            transfers[alike] = pass_transfers(costs, plan, *alike)
+        shared = transfers[alike]
         # where passes gather the weights of layers, those outside of layers are gathered here
         gather_ms = 0.0 if shared is None else shared.outer_gather_ms
         for rank in plan.stage(*key).all_ranks:

@@ -17,11 +17,11 @@ from ..schedule import GradientFlow, in_flight_1f1b, in_flight_eager, stage_dept
 from ..schedule.in_flight import further_in_flight
 from .activations import grouped_copies
 from .devices import Hardware
+from .layer_table import layer_table
 from .layers import CostModel
 from .memory import sample_features, stage_uses, state_per_rank
 from .row_sizes import RowLayout
 from .stage_memory import GIB, StageMemory, stage_memories
-from .stage_times import layer_table
 
 # Share of a device's memory that the tensors of a plan may fill. The rest is the only allowance for what predictions
 # leave out: memory that the caching allocator reserves beyond its tensors (rounding, fragmentation), the CUDA context
@@ -197,7 +197,7 @@ def _excess(costs: CostModel, plan: ParallelPlan, sizes: SampleSizes, name: str)
     layout, tokens = RowLayout.of(costs, name, plan.modules[name]), sizes.tokens[name]
     if layout.sharing == 1 or not tokens.sum():
         return 1.0
-    return float(weighted_sum(layout.excess(tokens, sizes.squares[name]), tokens) / tokens.sum())
+    return float(weighted_sum(layout.excess(tokens, sizes.whole_squares(name)), tokens) / tokens.sum())
 
 
 def free_bytes(plan: ParallelPlan, memories: dict[StageKey, StageMemory], memory_bytes: float) -> dict[int, float]:

@@ -19,8 +19,8 @@ from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec
 from .analytic import DTYPE_BYTES, AnalyticLayers
 from .devices import Hardware
+from .layer_table import windowed_squares
 from .layers import CostModel, LayerCost, LayerCosts, Polynomial
-from .stage_times import windowed_squares
 
 FIT_TOLERANCE = 0.15  # maximum relative error of a curve at any of its points
 TIMES = ("forward", "data_gradient", "weight_gradient")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan
+from ..plan.layout import ModuleLayout
 from ..plan.step_plan import ChunkTable
 from .activations import MASKED_ATTENTION
 from .layers import PACKED_ATTENTION, CostModel
@@ -45,7 +46,7 @@ class RowLayout:
     sharing: int = 1  # cp ranks that share whole sequences, of which the busiest may have more than its part
 
     @classmethod
-    def of(cls, costs: CostModel, name: str, module: ModulePlan | None = None) -> RowLayout:
+    def of(cls, costs: CostModel, name: str, module: ModulePlan | ModuleLayout | None = None) -> RowLayout:
         """
         Layout of a module in a plan: encoders have no padding, and their cp ranks share whole images; rows of a
         language model are padded unless they are packed, and under context parallelism its cp ranks have equally many
@@ -81,8 +82,6 @@ class RowLayout:
         if self.padded:
             computed = count * longest
             squares = padded_squares if takes_mask else squares
-        if self.sharing > 1:
-            computed, squares, pairs = (own * self.excess(tokens, squares) for own in (computed, squares, pairs))
         if self.causal:
             share = self.masked_share if takes_mask else 1.0
             squares = np.where(is_dense, _FULL_OVER_CAUSAL * pairs / share, squares)
@@ -91,7 +90,8 @@ class RowLayout:
     def excess(self, tokens: NDArray, squares: NDArray) -> NDArray:
         """
         Work of the busiest of the ranks that share the sequences of chunks, over the mean of all of them. A chunk
-        counts as one of equal sequences with these tokens and squared lengths, of which long ones count more.
+        counts as one of equal sequences with these tokens and [`~SampleSizes.whole_squares`], of which long ones count
+        more.
         """
         count = np.divide(np.square(tokens, dtype=float), squares, out=np.ones(len(tokens)), where=squares > 0)
         count = np.maximum(count, 1.0)
@@ -104,7 +104,7 @@ class RowLayout:
         """
         tokens, squares = sizes.tokens[name], sizes.squares[name]
         ones = np.ones_like(tokens)
-        result = replace(self, block=1, sharing=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
+        result = replace(self, block=1).sizes(ones, tokens, squares, tokens, np.full(len(tokens), even))
         return result[:, [1, 0]].T
 
     def of_groups(self, sizes: SampleSizes, name: str, groups: Sequence) -> NDArray:
@@ -124,7 +124,11 @@ class RowLayout:
         tokens = sizes.tokens[name][order]
         longest, shortest = np.maximum.reduceat(tokens, starts), np.minimum.reduceat(tokens, starts)
         squares = np.add.reduceat(sizes.squares[name][order], starts)
-        return self.sizes(count, np.add.reduceat(tokens, starts), squares, longest, longest == shortest)
+        totals = np.add.reduceat(tokens, starts)
+        result = self.sizes(count, totals, squares, longest, longest == shortest)
+        if self.sharing > 1:
+            result *= self.excess(totals, np.add.reduceat(sizes.whole_squares(name)[order], starts))[:, None]
+        return result
 
 
 def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:

@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import ModulePlan, ParallelPlan, ShardingSettings, stage_holds
+from ..plan import ModulePlan, ParallelPlan, ShardingSettings, Stage, stage_holds
 from ..schedule import REST, PassAction, pass_actions
 from ..schedule.kinds import BACKWARD, FORWARD, Direction, TaskKind
 from .activations import DTYPE_BYTES, FULL, parameter_shares
@@ -162,18 +162,18 @@ def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float
     return np.maximum((1 - overlap_efficiency) * beside_ms, beside_ms - compute_ms)
 
 
-def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, index: int) -> PassTransfers | None:
-    """Communication in the passes of a stage; `None` if there is none."""
+def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, layers: tuple[int, int]) -> PassTransfers | None:
+    """Communication in the passes of stages of some layers; `None` if there is none."""
     planned, costs = plan.modules[module], costs.of_plan(plan)
     if planned.sharding.zero_stage < REDUCES_IN_PASSES or num_shards(planned) == 1:
         return None
-    stages = [replica[min(index, len(replica) - 1)] for replica in planned.replicas if replica]
+    stages = [stage for _, _, stage in planned.stages() if stage.layers == layers]
     ranks = sorted(tp_group[0] for stage in stages for tp_group in stage.mesh)
     size = min(num_shards(planned), len(ranks))
     groups = [tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)]
     slowest = max(groups, key=lambda group: all_gather(costs.device, group)(1e6))
     alternates = plan.policy.is_one_phase and all(len(replica) <= 1 for replica in planned.replicas)
-    return transfers_among(slowest, costs, module, stages[0].layers, planned.tp_size, planned.sharding, alternates)
+    return transfers_among(slowest, costs, module, layers, planned.tp_size, planned.sharding, alternates)
 
 
 @lru_cache(maxsize=4096)
@@ -247,12 +247,11 @@ def num_shards(module: ModulePlan) -> int:
 # Frozen weights in host memory, which come to the device layer by layer.
 
 
-def transfers_in_passes(costs: CostModel, plan: ParallelPlan, module: str, index: int) -> PassTransfers | None:
+def transfers_in_passes(costs: CostModel, plan: ParallelPlan, module: str, stage: Stage) -> PassTransfers | None:
     """What a stage moves beside its passes: [`pass_transfers`], and frozen weights that come from host memory."""
-    planned, shared = plan.modules[module], pass_transfers(costs, plan, module, index)
-    if not planned.storage.offload_params:
+    shared = pass_transfers(costs, plan, module, stage.layers)
+    if not plan.modules[module].storage.offload_params:
         return shared
-    stage = next(replica[min(index, len(replica) - 1)] for replica in planned.replicas if replica)
     streamed = streamed_transfers(costs, module, stage.layers, stage.tp_size)
     return streamed if shared is None or streamed is None else replace(shared, gather_ms=streamed.gather_ms)
 

@@ -31,11 +31,10 @@ from .activations import (
     chain_widths,
     parameter_shares,
     put_off_activations,
-    saved_activations,
     transient_memory,
-    with_trainable,
 )
 from .devices import HostStep
+from .layer_table import layer_table
 from .layers import CostModel, Polynomial, data_gradients
 from .sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, num_shards
 
@@ -205,20 +204,22 @@ class _ModuleMemory:
 
 
 @lru_cache(maxsize=1024)
-def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: bool, offloads: bool) -> _ModuleMemory:
+def _module_memory(
+    costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings
+) -> _ModuleMemory:
     module_spec = costs.spec.modules[module]
     needed = data_gradients(costs.spec)[module]
     trained = [
         any(use.parameter.trainable for use in costs.spec.uses.get((module, index), ()))
         for index in range(-1, module_spec.num_layers + 1)
     ]
-    entries, put_off = [], []
+    entries, put_off, table = [], [], layer_table(costs, module, tp_size, checkpointing)
     precision = Precision.of(module_spec, costs.value_bytes)
     for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
         uses = costs.spec.uses.get((module, index), ())
         put_off.append(put_off_activations(module_spec, uses, index, precision, tp_size))
         has_backward = needed[position] or trained[position]
-        saved = _saved(costs, module, index, tp_size) if has_backward else Polynomial()
+        saved = Polynomial(*table.saved[position].tolist()) if has_backward else Polynomial()
         if 0 <= index < module_spec.num_layers:
             recompute = checkpointing and has_backward
             entries.append(_layer_entry(costs, module_spec, index, tp_size, saved, recompute))
@@ -226,15 +227,15 @@ def _module_memory(costs: CostModel, module: str, tp_size: int, checkpointing: b
             entries.append((saved, Polynomial(), Polynomial()))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
     moved = np.zeros_like(saved)
-    if offloads:  # while one layer computes, another one's travels
+    if storage.offload_activations:  # while one layer computes, another one's travels
         moved[1:-1] = saved[1:-1]
         forward, backward, saved = np.maximum(forward, moved) + moved, backward + 2 * moved, saved - moved
     return _ModuleMemory(_array(put_off), saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
 
 
-def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> NDArray:
+def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings) -> NDArray:
     """(num_layers, 3) bytes that layers save which are in host memory: per squared token, per token, constant."""
-    return _module_memory(costs, module, tp_size, checkpointing, offloads=True).moved[1:-1]
+    return _module_memory(costs, module, tp_size, checkpointing, storage).moved[1:-1]
 
 
 _Entry = tuple[Polynomial, Polynomial, Polynomial]
@@ -262,20 +263,6 @@ def _hidden(costs: CostModel, module_spec: ModuleSpec) -> Polynomial:
 
 def _array(polynomials: Iterable[Polynomial]) -> NDArray:
     return np.array([(p.square, p.token, p.constant) for p in polynomials])
-
-
-def _saved(costs: CostModel, module: str, index: int, tp_size: int) -> Polynomial:
-    """Saved bytes of a layer with its actual trainable parameters."""
-    layer, module_spec = costs.layers.layer(module, index, tp_size), costs.spec.modules[module]
-    uses = costs.spec.uses.get((module, index), ())
-    precision = Precision.of(module_spec, costs.value_bytes)
-    frozen, trained, actual = (
-        saved_activations(module_spec, parameters, index, precision, tp_size).token
-        for parameters in (with_trainable(uses, False), with_trainable(uses, True), uses)
-    )
-    # interpolates the source's values for a frozen and a fully trained layer, by the shapes of parameters
-    share = (actual - frozen) / (trained - frozen) if trained > frozen else 1.0
-    return layer.frozen_activations * (1 - share) + layer.activations * share
 
 
 @dataclass(frozen=True)
@@ -374,7 +361,7 @@ def _stage_memory(
 ) -> StageMemory:
     """See [`stage_memory`]."""
     module_spec, (cp_size, tp_size) = costs.spec.modules[module], grid
-    entries = _module_memory(costs, module, tp_size, checkpointing, storage.offload_activations)
+    entries = _module_memory(costs, module, tp_size, checkpointing, storage)
     if not layers[0] and module_spec.row_shares(tp_size) > 1 and entries.needed[1]:
         saved = entries.saved.copy()
         saved[1] += _array([_hidden(costs, module_spec)])[0]  # all rows, from which the first layer takes its share

@@ -18,7 +18,7 @@ from .gradient_sums import GradientSumCosts, SumTimes
 from .layers import CostModel
 from .row_sizes import NO_TOKENS, ChunkKey, ChunkSize, RowLayout, chunk_sizes
 from .sharded_passes import TimedTransfer
-from .stage_times import SharedStageCost, StageCost, stage_costs
+from .stage_times import StageCost, stage_costs
 
 
 class StepCost:
@@ -179,11 +179,8 @@ class StepCost:
 
     def _timed_transfers(self, task: Task) -> list[TimedTransfer]:
         """See [`~StepCost.timed_transfers`], of a task by itself."""
-        cost = self.stages[task.stage_key]
-        if not isinstance(cost, SharedStageCost):
-            return []
         chunk = self.chunks.get((task.module, task.replica, task.microbatch, task.chunk), NO_TOKENS)
-        return cost.timed_transfers(chunk.tokens, chunk.squares, task.row)
+        return self.stages[task.stage_key].timed_transfers(chunk.tokens, chunk.squares, task.row)
 
     def sum_times(self, index: int) -> SumTimes:
         """Times of the buckets of a gradient sum, and of other ones of its first rank for the same stages."""

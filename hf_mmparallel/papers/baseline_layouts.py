@@ -45,7 +45,7 @@ def _with_even_layers(
             estimate.dp_size,
             estimate.kind.cp_size,
             estimate.kind.tp_size,
-            estimate.kind.checkpointing,
+            estimate.kind.activation_checkpointing,
             options[name].sharding(estimate.kind, estimate.dp_size),
         )
         for name, estimate in estimated.estimates.items()
@@ -94,7 +94,7 @@ class SingleLayouts:
                 for name, options in self.options.items():
                     same = [kind for kind in options.plain_kinds if (kind.cp_size, kind.tp_size) == (1, tp_size)]
                     if same:
-                        kinds[name] = min(same, key=lambda kind: kind.checkpointing != recompute)
+                        kinds[name] = min(same, key=lambda kind: kind.activation_checkpointing != recompute)
                 if len(kinds) == len(self.options) and kinds not in result:
                     result.append(kinds)
         return result
@@ -323,14 +323,16 @@ class ReplicatedEncoders:
                     continue
                 layers = even_layers(language.module_spec.num_layers, pp_size)
                 sharding = language.sharding(kind, dp_size)
-                layout = ModuleLayout(layers, dp_size, 1, kind.tp_size, kind.checkpointing, sharding)
+                layout = ModuleLayout(layers, dp_size, 1, kind.tp_size, kind.activation_checkpointing, sharding)
                 for count in microbatch_counts(problem, dp_size):
                     yield ReplicatedLayout(layout, count, self._estimate_ms(kind, layout, count))
 
     def _encoder_kind(self, name: str, layout: ModuleLayout) -> ParallelConfig:
         """Configuration of an encoder on the ranks of a stage."""
         kinds = [kind for kind in self.options[name].plain_kinds if kind.tp_size in (1, layout.tp_size)]
-        return max(kinds, key=lambda kind: (kind.tp_size, kind.checkpointing == layout.activation_checkpointing))
+        return max(
+            kinds, key=lambda kind: (kind.tp_size, kind.activation_checkpointing == layout.activation_checkpointing)
+        )
 
     def _estimate_ms(self, kind: ParallelConfig, layout: ModuleLayout, count: int) -> float:
         """`sum of stages + (microbatches - 1) x slowest stage`, with the encoders in each stage."""
@@ -376,7 +378,10 @@ class ReplicatedEncoders:
         costs = self.problem.costs
         stages = StepCost(costs, plan, step, batch, representatives.first_represented)
         encoders = {name: self._encoder_kind(name, replicated.layout) for name in self.spec.encoders}
-        tables = {name: layer_table(costs, name, kind.tp_size, kind.checkpointing) for name, kind in encoders.items()}
+        tables = {
+            name: layer_table(costs, name, kind.tp_size, kind.activation_checkpointing)
+            for name, kind in encoders.items()
+        }
         batch_indices = {key: list(chunks[0]) for key, chunks in step.chunks.items() if chunks}
         cost = _with_encoders(stages, tables, batch_indices, batch)
         timeline = simulate(representatives, step, cost, stages.messages_ms, stages.sync_ms)

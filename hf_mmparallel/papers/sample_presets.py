@@ -59,7 +59,7 @@ class DrawnImages:
         return SampleSizes(
             {encoder: images.tokens, LANGUAGE_MODEL: tokens},
             {encoder: images.squares, LANGUAGE_MODEL: tokens.astype(float) ** 2},
-            in_windows=isinstance(rule, PatchGrid) and rule.window_tokens > 0,
+            items={encoder: np.ones_like(tokens)} if isinstance(rule, PatchGrid) and rule.window_tokens else {},
         )
 
 

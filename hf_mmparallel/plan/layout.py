@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from .parallel_plan import (
     StorageSettings,
     fitting_virtual_stages,
     layout_text,
+    settings_of,
     write_data,
 )
 from .planned_for import PlannedFor
@@ -31,7 +32,7 @@ from .plugin import ModulePlugin
 class ModuleLayout:
     """The layout of one module with equal replicas, as users name it and a search finds it."""
 
-    layers: tuple[int, ...]  # of each stage, in the order of the model
+    layers: tuple[int, ...] = ()  # of each stage, in the order of the model; none in the settings of any stages
     dp_size: int = 1  # number of replicas
     cp_size: int = 1
     tp_size: int = 1
@@ -64,6 +65,18 @@ class ModuleLayout:
     def num_ranks(self) -> int:
         return math.prod(self.sizes.values())
 
+    @classmethod
+    def of(cls, plugin: ModulePlugin, layers: tuple[int, ...] = (), host: str | None = None) -> ModuleLayout:
+        """The layout that a user asks for, with so many layers in each stage."""
+        known = (f.name for f in fields(cls) if f.name not in ("layers", "host", "vp_size"))
+        settings = {name: getattr(plugin, name) for name in known}
+        return cls(layers, **settings, vp_size=plugin.vp_size or 1, host=host)
+
+    @classmethod
+    def of_plan(cls, module: ModulePlan) -> ModuleLayout:
+        """The sizes and settings of a module of a plan, without its stages."""
+        return cls((), module.dp_size, module.cp_size, module.tp_size, **settings_of(module))
+
     def setting(self, name: str) -> Any:
         """The value of a setting of [`ModulePlugin`] that a search keeps."""
         return next(getattr(own, name) for own in (self, self.sharding, self.storage) if hasattr(own, name))
@@ -75,6 +88,10 @@ class ModuleLayout:
             return self
         layers = (n // vp_size + (turn < n % vp_size) for turn in range(vp_size) for n in self.layers)
         return replace(self, layers=tuple(layers), vp_size=vp_size)
+
+    def plan(self, replicas: tuple[tuple[Stage, ...], ...]) -> ModulePlan:
+        """The module with stages on ranks."""
+        return ModulePlan(replicas, **settings_of(self))
 
     def __str__(self) -> str:
         sizes = {"dp": self.dp_size, "pp": self.pp_size, "cp": self.cp_size, "tp": self.tp_size}
@@ -120,8 +137,7 @@ def plan_from(
     for name in spec.modules:
         layout = layouts[name]
         replicas = layout.stages(spec, name, first_ranks[layout.host or name])
-        settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage)
-        modules[name] = ModulePlan(replicas, *settings, layout.ep_size)
+        modules[name] = layout.plan(replicas)
     plan = ParallelPlan(modules, spec.edges, schedule, num_microbatches, microbatch_assignment=microbatch_assignment)
     return with_split_backwards(plan, spec.modules, spec.tied, split_backward)
 

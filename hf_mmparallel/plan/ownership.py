@@ -208,15 +208,19 @@ class ParameterShards:
         """The shards that a rank holds a copy of."""
         return tuple(shard for shard in self.shards if shard.is_on(rank))
 
+    def updated_by(self, rank: int) -> tuple[Shard, ...]:
+        """The shards that a rank's optimizer updates."""
+        return tuple(shard for shard in self.shards if rank in shard.updaters)
+
     def owned_by(self, rank: int) -> tuple[Shard, ...]:
         """The shards that a rank writes and counts in the gradient norm."""
         return tuple(shard for shard in self.shards if shard.owner == rank)
 
     def divide(self, sharding: ShardingSettings, trainable: bool) -> ParameterShards:
         """Divides the optimizer's work on each shard among its holders (ZeRO), in stage 3 its values, too."""
-        # what several pipeline stages use, such as tied embeddings, is gathered by none of them alone, so only the
-        # optimizer's work is divided
-        is_in_one_stage = len({(name, index) for name, _, index in self.stages}) == 1
+        # what several stages of a pipeline use, such as tied embeddings, is gathered by none of them alone, so only
+        # the optimizer's work is divided
+        is_in_one_stage = len({replica for _, replica, _ in self.stages}) == len(self.stages)
         zero_stage = sharding.zero_stage if is_in_one_stage else min(sharding.zero_stage, 1)
         # stage 3 divides frozen parameters, too
         if zero_stage < (1 if trainable else 3):

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain, compress
 from pathlib import Path
@@ -42,15 +42,20 @@ class ShardingSettings:
     reshard_after_forward: bool = True
 
 
+def _flag(words: str) -> Any:
+    """A setting that is off by default, with the words for it in the text of a layout."""
+    return field(default=False, metadata={"words": words})
+
+
 @dataclass(frozen=True)
 class StorageSettings:
     """Precision and memory of a module's optimizer, frozen weights and activations, `storage` in a plan file."""
 
     # whether the optimizer updates float32 copies of trained 16-bit weights; `None`: it does
     master_weights: bool | None = None
-    offload_optimizer: bool = False  # whether the optimizer's state and step are on the CPU
-    offload_params: bool = False  # whether the frozen weights of layers are in host memory
-    offload_activations: bool = False  # whether what layers save for the backward is in host memory
+    offload_optimizer: bool = _flag("optimizer on the CPU")  # its state and its step
+    offload_params: bool = _flag("frozen weights in host memory")  # those of layers
+    offload_activations: bool = _flag("activations in host memory")  # what layers save for the backward
 
     @property
     def has_master_weights(self) -> bool:
@@ -67,6 +72,12 @@ class StorageSettings:
         """Whether any of it is in host memory."""
         return self.offload_optimizer or self.offload_params or self.offload_activations
 
+    @property
+    def words(self) -> list[str]:
+        """The flags that are set, in words."""
+        flags = (f for f in fields(self) if getattr(self, f.name))
+        return [f.metadata["words"] for f in flags if "words" in f.metadata]
+
 
 def layout_text(
     sizes: Mapping[str, Any], ep_size: int, sharding: ShardingSettings, storage: StorageSettings, is_recomputed: bool
@@ -78,10 +89,7 @@ def layout_text(
         over = "" if sharding.shard_size is None else f" over {sharding.shard_size}"
         words.append(f"ZeRO-{sharding.zero_stage}{over}")
     words += ["weights kept"] * (not sharding.reshard_after_forward)
-    words += ["optimizer on the CPU"] * storage.offload_optimizer
-    words += ["frozen weights in host memory"] * storage.offload_params
-    words += ["activations in host memory"] * storage.offload_activations
-    return ", ".join([*words, *["recomputed"] * is_recomputed])
+    return ", ".join([*words, *storage.words, *["recomputed"] * is_recomputed])
 
 
 @dataclass(frozen=True)
@@ -251,6 +259,11 @@ class ModulePlan:
     def _stages(self) -> list[tuple[int, int, Stage]]:
         """[`~ModulePlan.stages`], cached since parts of a plan skip many replicas without stages."""
         return [(d, index, stage) for d in self.with_stages for index, stage in enumerate(self.replicas[d])]
+
+
+def settings_of(module: Any) -> dict[str, Any]:
+    """What a plan says of a module besides its stages, as its layout or plugin has it."""
+    return {f.name: getattr(module, f.name) for f in fields(ModulePlan) if f.name != "replicas"}
 
 
 def virtual_stages(stages: Sequence[Stage]) -> int:

@@ -36,16 +36,20 @@ from .reading import (
 
 AUTO = "auto"
 ZERO_STAGES = (0, 1, 2, 3)
-SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")
+SIZES = ("dp_size", "pp_size", "tp_size", "cp_size")  # whose product is the number of ranks
+OTHER_SIZES = ("ep_size",)
 CHOSEN_BY_SEARCH = (
     *("layers_per_stage", "vp_size", "split_backward", "colocate_with"),
     *("cp_method", "cp_mode", "cp_block"),
 )
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
-STORAGE = ("master_weights", "offload_optimizer", "offload_params", "offload_activations")
+STORAGE = tuple(f.name for f in dataclasses.fields(StorageSettings))
 NOT_SEARCHED = ("deepspeed",)
 # settings that a finished plan contains; the others are written beside the plan
-HELD_BY_PLAN = (*SIZES, "ep_size", *CHOSEN_BY_SEARCH, *SHARDING, *STORAGE, *NOT_SEARCHED, "activation_checkpointing")
+HELD_BY_PLAN = (
+    *(*SIZES, *OTHER_SIZES, *SHARDING, *STORAGE, "activation_checkpointing"),
+    *(*CHOSEN_BY_SEARCH, *NOT_SEARCHED),
+)
 
 
 @dataclass
@@ -172,7 +176,7 @@ class ModulePlugin:
     def __post_init__(self):
         self._read_deepspeed()
         self._check_types()
-        for name in ("dp_size", "pp_size", "tp_size", "cp_size", "ep_size", "cp_block", "vp_size"):
+        for name in (*SIZES, *OTHER_SIZES, "cp_block", "vp_size"):
             size = getattr(self, name)
             if name == "vp_size" and size is None:
                 continue
@@ -479,7 +483,7 @@ class MultimodalParallelPlugin:
     @property
     def fixed_sizes(self) -> dict[str, dict[str, int]]:
         """Module -> its explicitly given sizes, which a search keeps."""
-        return self._given((*SIZES, "ep_size"))
+        return self._given((*SIZES, *OTHER_SIZES))
 
     @property
     def fixed_sharding(self) -> dict[str, dict[str, Any]]:

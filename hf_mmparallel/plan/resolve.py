@@ -106,18 +106,21 @@ def _check_sharding(name: str, module: ModulePlan) -> None:
 
 def _check_joint(name: str, module: ModulePlan, what: str, setting: str, remedy: str) -> None:
     """Raises `ValueError` unless replicas that exchange something layer by layer can run their tasks jointly."""
-    if len({tuple(stage.layers for stage in stages) for stages in module.replicas}) > 1:
-        raise ValueError(
-            f"{setting} of `{name}`: its replicas, which exchange {what} layer by layer, have stages of "
-            f"different layers. Give all of them the same, or use {remedy}."
-        )
-    for stages in zip(*module.replicas, strict=True):
-        ranks = [rank for stage in stages for rank in stage.all_ranks]
-        if ranks != sorted(set(ranks)):
+    size = module.joint_replicas
+    for first in range(0, module.dp_size, size):
+        joint = module.replicas[first : first + size]
+        if len({tuple(stage.layers for stage in stages) for stages in joint}) > 1:
             raise ValueError(
-                f"{setting} of `{name}`: the ranks {ranks} of its replicas, which exchange {what} layer "
-                f"by layer, are not in ascending order. Sort them, or use {remedy}."
+                f"{setting} of `{name}`: its replicas, which exchange {what} layer by layer, have stages of "
+                f"different layers. Give all of them the same, or use {remedy}."
             )
+        for stages in zip(*joint, strict=True):
+            ranks = [rank for stage in stages for rank in stage.all_ranks]
+            if ranks != sorted(set(ranks)):
+                raise ValueError(
+                    f"{setting} of `{name}`: the ranks {ranks} of its replicas, which exchange {what} layer "
+                    f"by layer, are not in ascending order. Sort them, or use {remedy}."
+                )
 
 
 def possible_ep_sizes(num_experts: int, dp_size: int, cp_size: int, tp_size: int) -> list[int]:
@@ -205,19 +208,7 @@ def resolve_plan(
         check_tp_size(module, plugin.tp_size)
         _check_cp(module, plugin.cp_size, plugin.context)
         plugin.check_deepspeed_stages(name, plugin.pp_size)
-        layouts[name] = ModuleLayout(
-            split_layers(module.num_layers, plugin, name),
-            plugin.dp_size,
-            plugin.cp_size,
-            plugin.tp_size,
-            plugin.activation_checkpointing,
-            plugin.sharding,
-            plugin.storage,
-            plugin.context,
-            plugin.vp_size or 1,
-            plugin.ep_size,
-            host,
-        )
+        layouts[name] = ModuleLayout.of(plugin, split_layers(module.num_layers, plugin, name), host)
     wanted = {name: plugin.split_backward for name, plugin in plugins.items()}
     in_order = {name: layouts[name] for name in spec.modules}
     plan = plan_from(in_order, spec, schedule, num_microbatches, split_backward=wanted)

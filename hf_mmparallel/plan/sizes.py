@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -20,12 +20,18 @@ class SampleSizes:
     squares: Mapping[str, np.ndarray]
     # whether sizes were measured; if not, all samples count the same, and any may have inputs for each module
     known: bool = True
-    # whether the squares of encoders are those of windows of their layers, and so don't tell how many images there are
-    in_windows: bool = False
+    # module -> (samples,) number of attention sequences, equal ones, where `squares` are those of windows in them
+    items: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
         return len(next(iter(self.tokens.values())))
+
+    def whole_squares(self, name: str) -> np.ndarray:
+        """Squared lengths of the attention sequences of samples in a module, whatever windows its layers have."""
+        if name not in self.items:
+            return self.squares[name]
+        return np.square(self.tokens[name], dtype=float) / np.maximum(self.items[name], 1)
 
     def take(self, batch_indices: Sequence[int] | np.ndarray) -> SampleSizes:
         """Sizes of the samples at `batch_indices`, in that order."""
@@ -34,6 +40,7 @@ class SampleSizes:
             self,
             tokens={name: values[chosen] for name, values in self.tokens.items()},
             squares={name: values[chosen] for name, values in self.squares.items()},
+            items={name: values[chosen] for name, values in self.items.items()},
         )
 
     def like_the_mean(self, num_samples: int) -> SampleSizes:
@@ -42,6 +49,7 @@ class SampleSizes:
             self,
             tokens={name: np.full(num_samples, values.mean()) for name, values in self.tokens.items()},
             squares={name: np.full(num_samples, values.mean()) for name, values in self.squares.items()},
+            items={name: np.full(num_samples, values.mean()) for name, values in self.items.items()},
         )
 
     @classmethod

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -10,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost import CostModel, layer_table
-from ..cost.stage_times import with_ends
+from ..cost.layer_table import LayerTable, with_ends
+from ..cost.row_sizes import RowLayout
 from ..plan import LANGUAGE_MODEL, SampleSizes
 from ..plan.layout import ModuleLayout
 from ..plan.methods import POLICIES
@@ -19,18 +19,23 @@ from .problem import Candidate, PlanningProblem
 
 # a forward, a backward, and what of a split backward the stages before it wait for
 _PASSES = (*WHOLE_PASSES, *(kind for kind in KINDS.values() if kind.closes and kind not in WHOLE_PASSES))
+_WHOLE = slice(len(WHOLE_PASSES))
+_COUNTS_PER_DOUBLING = 8  # numbers of chunks that bounds look at
 
 
 @dataclass(frozen=True)
 class ModuleWork:
     """
-    Times on one rank of what a batch computes in a module, `[passes, num_layers]` each; the first layer includes what
-    is before it, the last one what follows.
+    Times on one rank of what a batch computes in a module, `[passes, num_layers]` each, where the first layer includes
+    what is before it, the last one what follows; after [`~ModuleWork.on`] `[passes, stages]`.
     """
 
-    whole: NDArray  # of all samples, each by itself, without constants of chunks
+    # numbers of chunks `[2, cases]` that the batch may be computed in: from and to
+    counts: NDArray
+    whole: NDArray  # `[cases, ...]` of all samples in at most so many chunks, without constants of chunks
+    constant: NDArray  # of each chunk
     launch: NDArray  # host times to launch a chunk, which longer times hide
-    first: NDArray  # of a chunk with the fewest tokens and squared lengths that a sample has
+    least: NDArray  # of the fewest tokens and squared lengths that a sample has, without the constant
     longest: NDArray  # of a chunk with a sample that has much work
     num_absent: int  # samples without tokens in the module
 
@@ -42,28 +47,71 @@ class ModuleWork:
         present = tokens > 0
 
         def times(sizes: NDArray) -> NDArray:
-            """Of squared lengths, tokens and chunks `[3, num_layers + 2]`."""
-            return np.stack([with_ends((table.of_kind(kind) * sizes.T).sum(axis=1)) for kind in _PASSES])
+            """Of squared lengths, tokens and chunks `[..., 3, num_layers + 2]`."""
+            passes = [np.einsum("rk,...kr->...r", table.of_kind(kind), sizes) for kind in _PASSES]
+            return with_ends(np.stack(passes, axis=-2))
 
-        # attention in windows is no sum: several samples together take longer than each by itself
-        whole = table.sizes(tokens, squares, layout.cp_size).sum(axis=2)
+        counts = _counts(int(present.sum()))
+        unit = np.array([[1.0], [1.0], [0.0]])
+        rows = RowLayout.of(costs, name, layout)
+        whole = np.zeros((len(counts[0]), 3, len(table.windows)))
+        whole[:, 0] = _least_squares(table, rows, batch, name, counts[1]) / layout.cp_size
+        whole[:, 1] = tokens.sum() / layout.cp_size
         least = tokens[present].min(initial=0), squares[present].min(initial=0)
         return cls(
-            times(whole * [[1.0], [1.0], [0.0]]),
-            np.stack([with_ends(table.launched_ms(kind)) for kind in _PASSES]),
-            times(table.sizes(*least, layout.cp_size)),
+            counts,
+            times(whole),
+            times(np.broadcast_to(1.0 - unit, (3, len(table.windows)))),
+            with_ends(np.stack([table.launched_ms(kind) for kind in _PASSES])),
+            times(table.sizes(*least, layout.cp_size) * unit),
             times(table.sizes(tokens[longest], squares[longest], layout.cp_size)),
             int((~present).sum()),
         )
 
-    def on(self, layers: tuple[int, ...]) -> ModuleWork:
-        """The times `[passes, stages]` of stages with so many layers."""
+    def on(self, layers: tuple[int, ...], num_chunks: int | None = None) -> ModuleWork:
+        """The work on stages with so many layers, in any number of chunks or in `num_chunks`."""
         starts = [0, *accumulate(layers[:-1])]
-        tables = (self.whole, self.launch, self.first, self.longest)
-        whole, launch, first, longest = (np.add.reduceat(own, starts, axis=1) for own in tables)
-        runs = whole > 0  # others have no backward, or no samples
-        first, longest = (np.maximum(own, launch) * (own > 0) * runs for own in (first, longest))
-        return ModuleWork(whole, launch, first, longest, self.num_absent)
+        tables = (self.whole, self.constant, self.launch, self.least, self.longest)
+        whole, constant, launch, least, longest = (np.add.reduceat(own, starts, axis=-1) for own in tables)
+        counts = self.counts
+        if num_chunks is not None and len(counts[0]):
+            case = int(np.searchsorted(counts[1], num_chunks))
+            counts, whole = np.full((2, 1), num_chunks), whole[case : case + 1]
+        runs = (whole > 0).any(axis=0)  # others have no backward, or no samples
+        own = (constant * runs, launch * runs, least * runs, np.maximum(longest, launch) * runs)
+        return ModuleWork(counts, whole, *own, self.num_absent)
+
+    def chunk_ms(self, num_samples: int = 1) -> NDArray:
+        """Time at least of a chunk with so many samples `[passes, stages]`."""
+        return np.maximum(num_samples * self.least + self.constant, self.launch)
+
+    @property
+    def loads(self) -> NDArray:
+        """Time at least of all chunks `[cases, passes, stages]`."""
+        fewest = self.counts[0][:, None, None]
+        return np.maximum(self.whole + fewest * self.constant, fewest * self.launch)
+
+
+def _counts(most: int) -> NDArray:
+    """Ranges of numbers of chunks `[2, cases]` from 1 to `most`, wider the larger they are."""
+    doublings = max(most, 1).bit_length()
+    ends = np.unique(np.ceil(2.0 ** (np.arange(_COUNTS_PER_DOUBLING * doublings) / _COUNTS_PER_DOUBLING)))
+    ends = np.unique(np.minimum(ends, most)).astype(np.int64)
+    return np.stack([np.append(0, ends[:-1]) + 1, ends]) if most else np.zeros((2, 0), np.int64)
+
+
+def _least_squares(table: LayerTable, rows: RowLayout, batch: SampleSizes, name: str, counts: NDArray) -> NDArray:
+    """
+    Squared lengths within the windows of layers `[counts, num_layers + 2]` that a batch in at most so many chunks has.
+    """
+    # with a dense mask attention computes more pairs, unless all samples of a chunk have one length
+    (even, tokens), (uneven, _) = (rows.of_samples(batch, name, even) for even in (True, False))
+    # attention in windows is no sum: several samples together take longer than each by itself
+    even, uneven = (table.sizes(tokens, squares)[0] for squares in (even, uneven))
+    _, length = np.unique(batch.tokens[name], return_inverse=True)
+    saved = np.stack([np.bincount(length, own) for own in np.maximum(uneven - even, 0.0)])
+    most = np.cumsum(-np.sort(-saved, axis=1), axis=1)[:, np.minimum(counts, saved.shape[1]) - 1]
+    return (np.maximum(uneven, even).sum(axis=1)[:, None] - most).T
 
 
 class StepBounds:
@@ -80,7 +128,8 @@ class StepBounds:
         """
         No step of a candidate is shorter until its last task ends, with its schedule or with any that is searched: it
         takes the busiest rank of a module, what has to run before its first task and after its last one; or what is
-        longer, a sample through all stages, or the work of all ranks on average.
+        longer, a sample or the largest chunk through all stages, or the work of all ranks on average. The number of
+        chunks is the one for which that is least.
         """
         own = candidate.vp_size, POLICIES[candidate.schedule].splits_backward
         return min(self._of_order(candidate, *order) for order in ({own, *self._orders} if any_order else {own}))
@@ -88,7 +137,11 @@ class StepBounds:
     def _of_order(self, candidate: Candidate, vp_size: int, splits: bool) -> float:
         """The bound with so many virtual stages, and with or without split backwards."""
         layouts = {name: own.with_virtual_stages(vp_size) for name, own in candidate.layouts.items()}
-        stages = {name: self._work(name, layout).on(layout.layers) for name, layout in layouts.items()}
+        num_chunks, num_samples = self._known_chunks(candidate)
+        stages = {
+            name: self._work(name, own).on(own.layers, num_chunks if name == LANGUAGE_MODEL else None)
+            for name, own in layouts.items()
+        }
         back = 2 if splits else 1  # of a backward, what the stages before wait for
         least = sum(float(own.longest[[0, back]].sum()) for own in stages.values())
         on_ranks: dict[str, float] = {}  # work of all ranks that some modules share
@@ -97,15 +150,33 @@ class StepBounds:
             through = np.zeros(2)
             for name in level:
                 own, layout = stages[name], layouts[name]
-                load = own.whole / layout.dp_size  # without constants and launches: microbatches may be empty
-                host = candidate.colocated_with.get(name, name)
+                first = own.chunk_ms(num_samples if name == LANGUAGE_MODEL else 1)
+                loads, host = own.loads, candidate.colocated_with.get(name, name)
                 mesh = layout.dp_size * layout.cp_size * layout.tp_size
-                on_ranks[host] = on_ranks.get(host, 0.0) + mesh * float(load[:2].sum())
-                least = max(least, *_rank_ms(load, own.first, before, layout.pp_size, back))
+                work = loads[:, _WHOLE].sum(axis=(1, 2)) / layout.dp_size
+                on_ranks[host] = on_ranks.get(host, 0.0) + mesh * float(work.min(initial=np.inf) if len(work) else 0.0)
+                ranks_ms = _ranks_ms(loads / layout.dp_size, first, before, layout.pp_size, back)
+                # of the largest chunk
+                share = 1 / own.counts[1][:, None, None]
+                chunk = np.maximum(own.whole * share + own.constant, own.launch)[:, [0, back]].sum(axis=(1, 2))
+                of_counts = np.maximum(ranks_ms, chunk + before.sum())
+                least = max(least, float(of_counts.min()) if len(of_counts) else 0.0)
                 if not own.num_absent:
-                    through = np.maximum(through, own.first[[0, back]].sum(axis=1))
+                    through = np.maximum(through, first[[0, back]].sum(axis=1))
             before += through
         return max(least, *(work / layouts[host].num_ranks for host, work in on_ranks.items()))
+
+    def _known_chunks(self, candidate: Candidate) -> tuple[int | None, int]:
+        """
+        Chunks of the language model and the fewest samples of one, in the sampler's order; with other arrangements any
+        number, and one sample.
+        """
+        if self.problem.arrangements != ("contiguous",):
+            return None, 1
+        count, dp_size = self.batch.num_samples, candidate.layouts[LANGUAGE_MODEL].dp_size
+        most = -(-count // (dp_size * candidate.num_microbatches))
+        num_chunks = -(-count // most)
+        return num_chunks, count - (num_chunks - 1) * most
 
     def _work(self, name: str, layout: ModuleLayout) -> ModuleWork:
         key = name, layout.tp_size, layout.cp_size, layout.ep_size, layout.activation_checkpointing
@@ -116,11 +187,16 @@ class StepBounds:
         return self._works[key]
 
 
-def _rank_ms(load: NDArray, first: NDArray, before: NDArray, num_ranks: int, back: int) -> Iterator[float]:
-    """For each rank of a pipeline, its work with what has to run before its first task and after its last one."""
+def _ranks_ms(loads: NDArray, first: NDArray, before: NDArray, num_ranks: int, back: int) -> NDArray:
+    """
+    Of the busiest rank of a pipeline `[cases]`, its work with what has to run before its first task and after its last
+    one.
+    """
     lead, drain = (start + np.cumsum(own) - own for start, own in zip(before, first[[0, back]], strict=True))
+    result = np.zeros(len(loads))
     for rank in range(num_ranks):
-        hosted = slice(rank, None, num_ranks)
-        busy, waited = float(load[:2, hosted].sum()), float(load[[0, back], hosted].sum())
-        has_backward = bool(load[1, hosted].any())
-        yield float(lead[rank]) + (max(busy, waited + float(drain[rank])) if has_backward else busy)
+        hosted = loads[..., rank::num_ranks].sum(axis=-1)
+        busy, waited = hosted[:, _WHOLE].sum(axis=1), hosted[:, [0, back]].sum(axis=1)
+        ends = np.maximum(busy, waited + drain[rank])
+        result = np.maximum(result, lead[rank] + np.where(hosted[:, 1] > 0, ends, busy))
+    return result

@@ -45,11 +45,8 @@ class EstimatedCandidate:
     @property
     def family(self) -> tuple:
         """Placement and kind of parallelism of all modules; candidates of one family are similar."""
-        kinds = (
-            (c.kind.tp_size, c.kind.cp_size, c.kind.ep_size, c.kind.checkpointing, c.kind.sharding, c.pp_size > 1)
-            for c in self.estimates.values()
-        )
-        return (tuple(sorted(self.colocated_with.items())), tuple(kinds))
+        kinds = tuple((own.kind, own.pp_size > 1) for own in self.estimates.values())
+        return tuple(sorted(self.colocated_with.items())), kinds
 
     def memory_bytes(self, problem: PlanningProblem) -> float:
         """Estimated peak memory of the fullest rank."""

@@ -91,7 +91,7 @@ class StepComparer:
         without_sums = replace(base, layers=LayersWithoutSums(base.layers))
         sources = (base, plan), (without_sums, plan), (without_sums, replace(plan, modules=modules))
         without_launches = [
-            {key: replace(stage, launch_ms={}) for key, stage in stage_costs(*source).items()} for source in sources
+            {key: stage.without_launches() for key, stage in stage_costs(*source).items()} for source in sources
         ]
         return stage_costs(base, plan), *without_launches
 

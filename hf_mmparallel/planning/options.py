@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -69,9 +69,7 @@ class MeanMicrobatches:
     def layout(self, cp_size: int) -> RowLayout:
         """Memory layout of the samples of a microbatch."""
         if cp_size not in self._layouts:
-            mesh = tuple((rank,) for rank in range(cp_size))
-            module = ModulePlan(((Stage((0, 1), mesh),),))
-            self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, module)
+            self._layouts[cp_size] = RowLayout.of(self.problem.costs, self.name, ModuleLayout((1,), cp_size=cp_size))
         return self._layouts[cp_size]
 
     def _computed_shares(self, layout: RowLayout, num_microbatches: int) -> NDArray:
@@ -107,11 +105,25 @@ class ParallelConfig:
 
     cp_size: int
     tp_size: int
-    checkpointing: bool  # recomputes activations
+    activation_checkpointing: bool  # recomputes activations
     first_rank: int = 0  # position in its node of the first rank of a tp group, which matters if the group spans nodes
     sharding: ShardingSettings = ShardingSettings()  # what copies divide among them
     num_shards: int = 1  # copies that share weights or gradients, where the time of passes is wanted
     ep_size: int = 1  # ranks that share the experts of a layer
+
+    @classmethod
+    def of(cls, layout: ModuleLayout) -> ParallelConfig:
+        """The configuration of a layout."""
+        return cls(**{name: getattr(layout, name) for name in cls._in_layouts()})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What layouts have of it."""
+        return {name: getattr(self, name) for name in self._in_layouts()}
+
+    @classmethod
+    def _in_layouts(cls) -> set[str]:
+        return {f.name for f in fields(cls)} & {f.name for f in fields(ModuleLayout)}
 
     @property
     def num_ranks(self) -> int:
@@ -197,8 +209,8 @@ class ModuleOptions:
         """The most cp ranks that a mean sample has work for: enough tokens each, or in an encoder whole images."""
         if self.name == LANGUAGE_MODEL:
             return max(self.tokens / _MIN_TOKENS_PER_CP_RANK, 1)
-        counts_images = self.module_spec.is_encoder and self.squares > 0 and not self.problem.sizes.in_windows
-        return max(self.tokens**2 / self.squares, 1) if counts_images else 1
+        squares = float(self.problem.sizes.whole_squares(self.name).mean())
+        return max(self.tokens**2 / squares, 1) if self.module_spec.is_encoder and squares else 1
 
     def expert_sizes(self, tp_size: int) -> list[int]:
         """Numbers of ranks that may share the experts of a layer, for some numbers of replicas and cp ranks."""
@@ -325,7 +337,7 @@ class ModuleOptions:
         return kind if kind.shares_passes else replace(kind, sharding=ShardingSettings()), num_samples
 
     def _layer_ms(self, costs: CostModel, kind: ParallelConfig, num_samples: float) -> NDArray:
-        table = layer_table(costs, self.name, kind.tp_size, kind.checkpointing, kind.first_rank)
+        table = layer_table(costs, self.name, kind.tp_size, kind.activation_checkpointing, kind.first_rank)
         tokens, squares, _ = self._sizes(kind, num_samples)
         transfers = None
         if kind.shares_passes and kind.num_shards > 1:
@@ -361,9 +373,8 @@ class ModuleOptions:
     def layout(self, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float) -> ModuleLayout:
         """The layout with stages balanced for microbatches of `num_samples`."""
         layers = partition_all(self.layer_ms(kind, num_samples), pp_size).partition(pp_size).layers
-        sizes = (layers, dp_size, kind.cp_size, kind.tp_size)
-        sharding = self.sharding(kind, dp_size)
-        return ModuleLayout(*sizes, kind.checkpointing, sharding, self.storage, ep_size=kind.ep_size)
+        settings = {**kind.settings, "sharding": self.sharding(kind, dp_size)}
+        return ModuleLayout(layers, dp_size, storage=self.storage, **settings)
 
     def sharding(self, kind: ParallelConfig, dp_size: int) -> ShardingSettings:
         """The sharding of a layout: a single copy divides nothing, unless the user says so."""
@@ -392,7 +403,7 @@ class ModuleOptions:
     def _memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
         """Memory of a stage with layers `first` to `stop`."""
         sharding = kind.sharding if kind.shares_passes else ShardingSettings()
-        key = (kind.cp_size, kind.tp_size, kind.ep_size, kind.checkpointing, sharding, first, stop)
+        key = replace(kind, sharding=sharding, first_rank=0, num_shards=1), first, stop
         if key not in self._memories:
             firsts = range(0, kind.num_ranks, kind.tp_size)
             mesh = tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts)
@@ -400,7 +411,10 @@ class ModuleOptions:
             # With several copies, tasks hold what passes gather.
             replicas = ((stage,),) * (2 if kind.shares_passes else 1)
             module = ModulePlan(
-                replicas, kind.checkpointing, sharding=replace(sharding, shard_size=None), storage=self.storage
+                replicas,
+                kind.activation_checkpointing,
+                sharding=replace(sharding, shard_size=None),
+                storage=self.storage,
             )
             alone = ParallelPlan({self.name: module})
             self._memories[key] = stage_memory(self.costs(kind), alone, self.name, stage)
@@ -482,9 +496,10 @@ class ModuleOptions:
         return self._sums[key]
 
     def _computed_sync_ms(self, kind: ParallelConfig, dp_size: int, pp_size: int) -> tuple[float, float]:
-        stride, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
-        weights, gradients, experts = (num_bytes / stride for num_bytes in self._trained_bytes)
-        update_ms = self._update_ms / stride / num_shards
+        num_parts, num_shards = pp_size * kind.tp_size, kind.shards_of(dp_size)
+        stride = num_parts  # from one copy to the next
+        weights, gradients, experts = (num_bytes / num_parts for num_bytes in self._trained_bytes)
+        update_ms = self._update_ms / num_parts / num_shards
         num_groups = dp_size * kind.cp_size // num_shards
         expert_ms = 0.0
         if kind.ep_size > 1:  # which have fewer copies, of fewer experts

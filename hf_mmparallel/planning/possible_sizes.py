@@ -107,7 +107,8 @@ def stage_tp_sizes(
     for name, module in spec.modules.items():
         settings = plugin.modules.get(name, ModulePlugin())
         result[name] = (settings.tp_size,)
-        if "tp_size" not in given.get(name, {}) and settings.cp_size == 1 and whole_matrices(module) is None:
+        has_one_size = settings.cp_size > 1 or settings.zero_stage or whole_matrices(module) is not None
+        if "tp_size" not in given.get(name, {}) and not has_one_size:
             result[name] += tuple(takewhile(partial(_divides_alike, model, module), powers))
     return result
 

@@ -257,9 +257,7 @@ class Queue:
     def _module_ms(self, candidate: Candidate, name: str, sharding: ShardingSettings) -> float:
         """Closed form of the time of a module in a step with another sharding."""
         options, layout = self.space.options[name], candidate.layouts[name]
-        recomputes, shared = layout.activation_checkpointing, layout.ep_size
-        kind = ParallelConfig(layout.cp_size, layout.tp_size, recomputes, sharding=sharding, ep_size=shared)
-        kind = kind.with_shards(layout.dp_size)
+        kind = ParallelConfig.of(replace(layout, sharding=sharding)).with_shards(layout.dp_size)
         num_samples = self.problem.global_batch_size / layout.dp_size / candidate.num_microbatches
         stage_ms = float(options.layer_ms(kind, num_samples).sum()) / layout.pp_size
         return candidate.num_microbatches * stage_ms + options.sync_ms(kind, layout.dp_size, layout.pp_size)

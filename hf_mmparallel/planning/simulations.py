@@ -17,7 +17,7 @@ from ..cost.stage_memory import RankMemory, stage_memories, stage_memory
 from ..cost.step_planner import PlannedStep, Prediction, StepPlanner
 from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan, sync_groups
 from ..plan.methods import POLICIES
-from ..plan.parallel_plan import ShardingSettings
+from ..plan.parallel_plan import ShardingSettings, settings_of
 from .candidates import CandidateSpace, EstimatedCandidate
 from .problem import Candidate, PlanningProblem, RankedPlan
 
@@ -124,8 +124,8 @@ def state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:
         layout, host = own.with_virtual_stages(candidate.vp_size), candidate.colocated_with.get(name, name)
         copies = max(layout.ep_size // (layout.cp_size * layout.tp_size), 1)  # with experts of their own
         replicas = replace(layout, dp_size=copies).stages(problem.spec, name, 0)
-        settings = (layout.activation_checkpointing, layout.context, layout.sharding, layout.storage, layout.ep_size)
-        plan = ParallelPlan({name: ModulePlan(replicas * (layout.dp_size // copies), *settings)})
+        module = ModulePlan(replicas * (layout.dp_size // copies), **settings_of(layout))
+        plan = ParallelPlan({name: module})
         memories = [stage_memory(problem.costs, plan, name, stage) for stage in replicas[0]]
         sums = np.array([[m.state.total + m.bucket_bytes + m.slice_bytes, m.slice_bytes] for m in memories])
         hosted = sums.reshape(layout.vp_size, layout.pp_size, 2)

@@ -11,8 +11,8 @@ from rich.table import Table
 
 from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModulePlugin, PlannedFor, typical_batches
-from ..resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
-from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
+from ..resilience.model_chain import ModelChain, TypicalMicrobatches, copies_of, model_chain
+from ..resilience.pipelines import ClusterPlan, PipelinePlans, layouts_of, layouts_of_plan, tp_sizes_of
 from ..resilience.plan_choice import DAY_S, runs_text
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.templates import PipelineTemplate
@@ -77,14 +77,15 @@ def surviving_plans(
     gpus = settings.gpus if plan is None else plan.world_size
     num_nodes, node_size = nodes_and_size(gpus, nodes, settings.device.node_size)
     settings = replace(settings, gpus=num_nodes * node_size)
-    modules = _modules(settings) if plan is None else module_settings(plan)
+    layouts = layouts_of(_modules(settings)) if plan is None else layouts_of_plan(plan, node_size)
     largest, model = min(node_size, settings.device.node_size), inputs.source.model
     batch = settings.global_batch_size or SAMPLES_PER_GPU * num_nodes * node_size
-    microbatches, costs = draw_microbatches(settings, inputs, batch, failures + 1), inputs.costs(settings)
+    microbatches = draw_microbatches(settings, inputs, batch, (failures + 1) * copies_of(layouts))
+    costs = inputs.costs(settings)
     total = microbatches.count
     tp_sizes = stage_tp_sizes(model, costs.spec, settings.plugin, largest) if plan is None else tp_sizes_of(plan)
     chain = model_chain(
-        costs, modules, microbatches, settings.memory_bytes, selected_layers(inputs), tp_sizes=tp_sizes
+        costs, layouts, microbatches, settings.memory_bytes, selected_layers(inputs), tp_sizes=tp_sizes
     )
     schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
     plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
@@ -107,11 +108,11 @@ def _modules(settings: Settings) -> dict[str, ModulePlugin]:
     return settings.plugin.modules
 
 
-def draw_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_pipelines: int) -> TypicalMicrobatches:
-    """Returns the microbatches of one global batch, which at least `fewest_pipelines` divide."""
+def draw_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_copies: int) -> TypicalMicrobatches:
+    """Returns the microbatches of one global batch, which at least `fewest_copies` divide."""
     size = settings.microbatch_size or 1
     sizes = typical_batches(inputs.samples.sizes(inputs.source, settings), batch, inputs.seed)[0]
-    return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_pipelines)))
+    return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_copies)))
 
 
 def selected_layers(inputs: Inputs) -> dict[str, int]:
@@ -168,13 +169,16 @@ def guarantee_lines(planner: ResilientPlanner, global_batch_size: int, memory: s
     chain = planner.plans.chain
     losses = "No node" if not failures else "Any node" if failures == 1 else f"Any {failures} nodes"
     microbatches = f"{planner.plans.num_microbatches:,} microbatches of {chain.microbatches.microbatch_size}"
+    needs, each = "one copy of the model needs", "copies"
+    if chain.copies > 1:
+        needs, each = f"{chain.copies} copies of the model on the same nodes need", "pipelines"
     return [
-        ("Fewest nodes", f"one copy of the model needs {_count(fewest, 'node')} of {_count(size, 'rank')}, {memory}"),
+        ("Fewest nodes", f"{needs} {_count(fewest, 'node')} of {_count(size, 'rank')}, {memory}"),
         (
             "Guaranteed",
             f"{losses} may fail at once: each layer is on {failures + 1} nodes or more, and all nodes that are left "
             f"are used. Training goes on with {planner.fewest_guaranteed} nodes or more, "
-            f"{failures + 1} copies of {fewest}",
+            f"{failures + 1} {each} of {fewest}",
         ),
         ("Not guaranteed", "the host of machine 0, whose launcher keeps the job together: the run ends with it"),
         ("Global batch", f"{global_batch_size:,} samples, {microbatches}, whatever fails"),

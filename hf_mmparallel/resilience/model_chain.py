@@ -14,17 +14,17 @@ from ..cost import CostModel, data_gradients, stage_costs
 from ..cost.activations import grouped_copies
 from ..cost.memory import sample_features
 from ..cost.row_sizes import RowLayout
-from ..cost.stage_memory import StageMemory, stage_memory
+from ..cost.stage_memory import COPY_WINDOW_BYTES, StageMemory, stage_memory
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
     ModulePlan,
-    ModulePlugin,
     ParallelPlan,
     SampleSizes,
     Stage,
     stage_parameters,
 )
+from ..plan.layout import ModuleLayout
 from ..plan.resolve import check_tp_sizes
 from ..schedule.kinds import WHOLE_PASSES
 from .state_copies import recovery_bytes, value_bytes
@@ -77,7 +77,7 @@ class ModelChain:
     """The chain of one copy of a model: its encoders, one after the other, then the language model."""
 
     costs: CostModel
-    modules: Mapping[str, ModulePlugin]
+    layouts: Mapping[str, ModuleLayout]  # what all stages of a module have in common
     tp_sizes: Mapping[str, tuple[int, ...]]  # of the stages of each module, in ascending order
     microbatches: TypicalMicrobatches  # what pipelines compute
     units: tuple[ChainUnit, ...]  # the layers that `chain` counts
@@ -87,10 +87,15 @@ class ModelChain:
     def spec(self) -> ModelSpec:
         return self.costs.spec
 
+    @property
+    def copies(self) -> int:
+        """Copies of the model in a pipeline, each stage of which has those of a stage on one node."""
+        return copies_of(self.layouts)
+
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
         """Parameters and optimizer state of each unit, in bytes, of one copy of it."""
-        plan = _plan_of_units(self.spec, self.modules, self.units)
+        plan = _plan_of_units(self.spec, self.layouts, self.units)
         return tuple(
             sum(
                 parameter.num_elements * value_bytes(parameter, module.storage)
@@ -136,8 +141,8 @@ def mean_pass_ms(
 
 def model_chain(
     costs: CostModel,
-    # `dp_size`, `pp_size`, `layers_per_stage` and `colocate_with` have no effect
-    modules: Mapping[str, ModulePlugin],
+    # of the stages of each module; `dp_size` is that of a pipeline, the same of all modules
+    layouts: Mapping[str, ModuleLayout],
     microbatches: TypicalMicrobatches,
     memory_bytes: float | None = None,  # of a rank; no limit by default
     # encoder -> the first of its hidden states that the model's configuration selects, which its last stage must have;
@@ -145,26 +150,28 @@ def model_chain(
     selected_layers: Mapping[str, int] | None = None,
     # how many stages' weights, gradients and optimizer state a rank has memory for
     state_copies: int = 1,
-    # that each stage of a module may have; those of its settings by default
+    # that each stage of a module may have; that of its layout by default
     tp_sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> ModelChain:
     """
-    The chain of a model. Raises `ValueError` for settings with which a lost rank takes the only copy of something with
+    The chain of a model. Raises `ValueError` for settings with which a lost node takes the only copy of something with
     it, and for sizes that stages of one module can't have.
     """
     spec = costs.spec
-    settings = {name: modules.get(name, ModulePlugin()) for name in spec.modules}
-    for name, plugin in settings.items():
-        _check_copies(name, plugin)
+    layouts = {name: layouts.get(name, ModuleLayout(dp_size=copies_of(layouts))) for name in spec.modules}
+    for name, layout in layouts.items():
+        _check_copies(name, layout)
     units = tuple(_units(spec, selected_layers or {}))
-    sizes = {name: (plugin.tp_size,) for name, plugin in settings.items()}
+    sizes = {name: (layout.tp_size,) for name, layout in layouts.items()}
     sizes |= {name: tuple(sorted(set(of_module))) for name, of_module in (tp_sizes or {}).items()}
-    for name, module in _plan_of_units(spec, settings, units).modules.items():
+    for name, module in _plan_of_units(spec, layouts, units).modules.items():
         check_tp_sizes(spec.modules[name], module, sizes[name])
-    counts = sorted({size * plugin.cp_size for name, plugin in settings.items() for size in sizes[name]})
+    counts = sorted(
+        {_num_ranks(layout) // layout.tp_size * n for name, layout in layouts.items() for n in sizes[name]}
+    )
     layer_ms, limits = [], np.full((len(counts), len(units), len(units) + 1), NO_LIMIT)
     for index, count in enumerate(counts):
-        sized = {name: _on_ranks(plugin, sizes[name], count) for name, plugin in settings.items()}
+        sized = {name: _on_ranks(layout, sizes[name], count) for name, layout in layouts.items()}
         plan = _plan_of_units(spec, sized, units)
         times_ms = mean_stage_ms(costs, plan, microbatches)
         layer_ms.append([time_ms for (_, replica, _), time_ms in times_ms.items() if replica == 0])
@@ -174,31 +181,38 @@ def model_chain(
         limits[index, _has_other(ranks != count)] = 0
     is_limited = len(counts) > 1 or memory_bytes is not None
     chain = LayerChain(counts, layer_ms, limits if is_limited else None)
-    return ModelChain(costs, settings, sizes, microbatches, units, chain)
+    return ModelChain(costs, layouts, sizes, microbatches, units, chain)
 
 
-def _num_ranks(plugin: ModulePlugin) -> int:
-    """Ranks of a stage."""
-    return plugin.tp_size * plugin.cp_size
+def copies_of(layouts: Mapping[str, ModuleLayout]) -> int:
+    """Copies of the model in a pipeline."""
+    return max((layout.dp_size for layout in layouts.values()), default=1)
 
 
-def _on_ranks(plugin: ModulePlugin, tp_sizes: Sequence[int], num_ranks: int) -> ModulePlugin:
-    """The settings for stages of a number of ranks, or for the smallest ones if none can have this number."""
-    fitting = [size for size in tp_sizes if size * plugin.cp_size == num_ranks]
-    return replace(plugin, tp_size=fitting[0] if fitting else tp_sizes[0])
+def _num_ranks(layout: ModuleLayout) -> int:
+    """Ranks of a stage, with those of all copies in a pipeline."""
+    return layout.dp_size * layout.tp_size * layout.cp_size
 
 
-def _check_copies(name: str, plugin: ModulePlugin) -> None:
-    """Raises `ValueError` unless each copy of a module has all of its parameters and optimizer state."""
-    if plugin.zero_stage:
+def _on_ranks(layout: ModuleLayout, tp_sizes: Sequence[int], num_ranks: int) -> ModuleLayout:
+    """The layout of stages of a number of ranks, or of the smallest ones if none can have this number."""
+    sized = [replace(layout, tp_size=size) for size in tp_sizes]
+    return next((one for one in sized if _num_ranks(one) == num_ranks), sized[0])
+
+
+def _check_copies(name: str, layout: ModuleLayout) -> None:
+    """Raises `ValueError` unless each pipeline has all parameters and all optimizer state of a module."""
+    own, size = layout.dp_size * layout.cp_size, layout.shard_size
+    if layout.zero_stage and (size is None or own % size):
+        remedy = f"Use `shard_size={own}`" if own > 1 else "Use `shard_size`, the copies on one node"
         raise ValueError(
-            f"`zero_stage={plugin.zero_stage}` of `{name}` divides the optimizer's state among the copies of the "
-            "model, so that each node has the only copy of its share, which a failure takes with it. Use "
-            "`zero_stage=0`, with more pipeline stages or a larger `tp_size` for less memory on each rank."
+            f"`zero_stage={layout.zero_stage}` of `{name}` divides the optimizer's state among "
+            f"{'all copies' if size is None else f'{size} copies'} of the model, so that a failure of a node takes "
+            f"the only copy of its share with it. {remedy}, or `zero_stage=0`."
         )
-    if plugin.ep_size > 1:
+    if layout.ep_size > 1:
         raise ValueError(
-            f"`ep_size={plugin.ep_size}` of `{name}` shares experts among ranks that a failure may take with the "
+            f"`ep_size={layout.ep_size}` of `{name}` shares experts among ranks that a failure may take with the "
             "only copy of theirs. Use `ep_size=1`."
         )
 
@@ -211,36 +225,21 @@ def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[Chai
             yield ChainUnit(name, bounds)
 
 
-def _plan_of_units(spec: ModelSpec, modules: Mapping[str, ModulePlugin], units: Sequence[ChainUnit]) -> ParallelPlan:
-    """A plan with a stage for each unit, in two copies, which sum gradients."""
-    return ParallelPlan(
-        {
-            name: replace(
-                settings_of(plugin),
-                replicas=(
-                    tuple(
-                        Stage(unit.layers, mesh_of(plugin, range(_num_ranks(plugin))))
-                        for unit in units
-                        if unit.module == name
-                    ),
-                )
-                * 2,
-            )
-            for name, plugin in modules.items()
-        },
-        spec.edges,
-    )
+def _plan_of_units(spec: ModelSpec, layouts: Mapping[str, ModuleLayout], units: Sequence[ChainUnit]) -> ParallelPlan:
+    """A plan with a stage for each unit, in two pipelines, which sum gradients."""
+    modules = {}
+    for name, layout in layouts.items():
+        layers, ranks = [unit.layers for unit in units if unit.module == name], range(_num_ranks(layout))
+        modules[name] = layout.plan(tuple(zip(*(stages_on(layout, own, ranks) for own in layers), strict=True)) * 2)
+    return ParallelPlan(modules, spec.edges)
 
 
-def settings_of(plugin: ModulePlugin) -> ModulePlan:
-    """The settings of a module without its stages."""
-    return ModulePlan((), plugin.activation_checkpointing, plugin.context, plugin.sharding, plugin.storage)
-
-
-def mesh_of(plugin: ModulePlugin, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The mesh of a stage of a module: `cp_size` tp groups that share the ranks equally."""
-    tp_size = len(ranks) // plugin.cp_size
-    return tuple(tuple(ranks[first : first + tp_size]) for first in range(0, len(ranks), tp_size))
+def stages_on(layout: ModuleLayout, layers: tuple[int, int], ranks: Sequence[int]) -> tuple[Stage, ...]:
+    """A stage of a module in each copy of a pipeline, which share the ranks equally, as do the tp groups of each."""
+    tp_size = len(ranks) // (layout.dp_size * layout.cp_size)
+    tp_groups = [tuple(ranks[first : first + tp_size]) for first in range(0, len(ranks), tp_size)]
+    firsts = range(0, len(tp_groups), layout.cp_size)
+    return tuple(Stage(layers, tuple(tp_groups[first : first + layout.cp_size])) for first in firsts)
 
 
 def _has_other(wrong: NDArray) -> NDArray:
@@ -277,15 +276,20 @@ class _Bytes:
         self.held[rows, columns] += other.held[pieces]
         self.running[rows, columns] = np.maximum(self.running[rows, columns], other.running[pieces])
 
-    def in_flight(self, memory_bytes: float, model_bytes: float) -> NDArray:
+    def in_flight(self, memory_bytes: float, model_bytes: float, is_host: bool) -> NDArray:
         """
         Microbatches that fit in flight `[layers, layers + 1]`; 0 where none does, or where a recovery does not fit in
-        which a rank goes on from the stage, or to it, and at most `model_bytes` move.
+        which a rank goes on from the stage, or to it, and at most `model_bytes` move. In host memory there is all that
+        it receives: no more than the largest stage that fits, so that each has room for two of its size.
         """
         free = memory_bytes - self.fixed - self.ahead - self.running
         fits = np.divide(free, self.saved, out=np.full_like(free, NO_LIMIT), where=self.saved > 0)
         # a stage that is laid out takes no more than in a step, whose gradients are as large as copies in float32
-        free = np.minimum(free, memory_bytes - recovery_bytes(self.held, model_bytes, self.held))
+        if is_host:
+            moved, window_bytes = self.held, np.inf
+        else:
+            moved, window_bytes = model_bytes, COPY_WINDOW_BYTES
+        free = np.minimum(free, memory_bytes - recovery_bytes(self.held, moved, self.held, window_bytes))
         return np.where(free < 0, 0, np.minimum(fits, NO_LIMIT)).astype(np.int64)
 
 
@@ -311,7 +315,7 @@ def stage_limits(
     parameters = costs.spec.parameters.values()
     storages = [plan.modules[costs.spec.used_at[parameter.name][0][0]].storage for parameter in parameters]
     model_bytes = sum(p.num_elements * value_bytes(p, s) for p, s in zip(parameters, storages, strict=True))
-    limits = total.in_flight(memory_bytes, model_bytes)
+    limits = total.in_flight(memory_bytes, model_bytes, costs.device.name == "cpu")
     return np.where(np.arange(sum(units) + 1)[None, :] > np.arange(sum(units))[:, None], limits, 0)
 
 

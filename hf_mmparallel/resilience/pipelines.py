@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from math import lcm
 
 from ..arrange import fastest_counts
-from ..plan import ModulePlan, ModulePlugin, ParallelPlan, Stage, check_plan, check_world_size
+from ..plan import ModulePlugin, ParallelPlan, Stage, check_plan, check_world_size
+from ..plan.layout import ModuleLayout
 from ..plan.methods import POLICIES, Schedule
 from ..plan.resolve import as_trained, check_tp_sizes
-from .model_chain import ModelChain, mean_stage_ms, mesh_of, settings_of
+from .model_chain import ModelChain, mean_stage_ms, stages_on
 from .reconfiguration import Change
 from .state_copies import PlacedPlan
 from .templates import PipelineTemplate, step_ms
 
 
 @dataclass(frozen=True)
-class PipelineLayout:
-    """The stages of a pipeline at places, which nodes take: place `p` has the ranks from `p * node_size` on."""
+class Pipeline:
+    """The copies of the model that are on the same nodes."""
 
-    num_nodes: int  # number of places
-    stages: Mapping[str, tuple[Stage, ...]]  # by module
-    fill_ms: float  # one microbatch through all stages and back
+    nodes: tuple[int, ...]  # of each place
+    # by module: the stages of each copy, on ranks of places, of which place `p` has those from `p * node_size` on
+    replicas: Mapping[str, tuple[tuple[Stage, ...], ...]]
+    fill_ms: float  # one microbatch of each copy through all stages and back
     slowest_ms: float  # a microbatch on the busiest ranks
-    template: PipelineTemplate | None = None  # `None` for stages of the user
 
     @classmethod
-    def of_template(cls, chain: ModelChain, template: PipelineTemplate) -> PipelineLayout:
-        """The layout of a template of a chain."""
-        stages: dict[str, list[Stage]] = {name: [] for name in chain.spec.modules}
+    def of_template(cls, chain: ModelChain, template: PipelineTemplate) -> Pipeline:
+        """The pipeline of a template of a chain, on the first nodes."""
+        stages: dict[str, list[tuple[Stage, ...]]] = {name: [] for name in chain.spec.modules}
         first = 0
         for stage in template.stages:
             ranks = range(first, first + stage.num_ranks)
             for name, layers in chain.pieces(stage.layers):
-                stages[name].append(Stage(layers, mesh_of(chain.modules[name], ranks)))
+                stages[name].append(stages_on(chain.layouts[name], layers, ranks))
             first += stage.num_ranks
-        whole = {name: tuple(of_module) for name, of_module in stages.items()}
-        return cls(template.num_nodes, whole, template.fill_ms, template.slowest_ms, template)
+        replicas = {name: tuple(zip(*of_module, strict=True)) for name, of_module in stages.items()}
+        return cls(tuple(range(template.num_nodes)), replicas, template.fill_ms, template.slowest_ms)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.nodes)
+
+    def on(self, nodes: Iterable[int]) -> Pipeline:
+        """The same stages on other nodes."""
+        return replace(self, nodes=tuple(nodes))
 
     def step_ms(self, num_microbatches: int) -> float:
         """Time of a step of a number of microbatches."""
@@ -45,18 +55,10 @@ class PipelineLayout:
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """One copy of the model."""
-
-    nodes: tuple[int, ...]  # of each place of the layout
-    layout: PipelineLayout
-
-
-@dataclass(frozen=True)
 class ClusterPlan(PlacedPlan):
     """
-    The pipelines of the nodes that there are, as a plan: replica `d` of every module is on pipeline `d`. The processes
-    of node `n` are the members from `n * node_size` on; ranks are in the order of members.
+    The pipelines of the nodes that there are, as a plan: those of `c` copies each have `c` consecutive replicas of
+    every module. The processes of node `n` are the members from `n * node_size` on; ranks are in the order of members.
     """
 
     pipelines: tuple[Pipeline, ...]
@@ -70,15 +72,20 @@ class ClusterPlan(PlacedPlan):
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """Microbatches of each pipeline in a full global batch."""
-        return self.plan.replica_microbatches or (self.plan.num_microbatches,) * len(self.pipelines)
+        """Microbatches of each copy in a full global batch."""
+        return self.plan.microbatch_counts
+
+    @property
+    def of_pipelines(self) -> list[tuple[Pipeline, tuple[int, ...]]]:
+        """Each pipeline with the microbatches of its copies."""
+        size = len(self.microbatches) // len(self.pipelines)
+        counts = (self.microbatches[first : first + size] for first in range(0, len(self.microbatches), size))
+        return list(zip(self.pipelines, counts, strict=True))
 
     @property
     def step_ms(self) -> float:
         """Time until the last pipeline has computed its microbatches, in closed form; see [`StepTimes`]."""
-        return max(
-            pipeline.layout.step_ms(count) for pipeline, count in zip(self.pipelines, self.microbatches, strict=True)
-        )
+        return max(pipeline.step_ms(max(counts)) for pipeline, counts in self.of_pipelines)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,32 +105,33 @@ class PipelinePlans:
                 'Use another one, such as `"1f1b"`.'
             )
 
-    def consecutive(self, layouts: Sequence[PipelineLayout], counts: Sequence[int] | None = None) -> ClusterPlan:
+    @property
+    def num_turns(self) -> int:
+        """Microbatches of a global batch that all copies of a pipeline compute at the same time, as one."""
+        return self.num_microbatches // self.chain.copies
+
+    def consecutive(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
         """The plan of pipelines on nodes that follow each other, from node 0 on, see [`~PipelinePlans.of`]."""
-        firsts = accumulate((layout.num_nodes for layout in layouts), initial=0)
-        pipelines = [
-            Pipeline(tuple(range(first, first + layout.num_nodes)), layout)
-            for first, layout in zip(firsts, layouts, strict=False)
-        ]
-        return self.of(pipelines, counts)
+        free = count()
+        return self.of([one.on(islice(free, one.num_nodes)) for one in pipelines], counts)
 
     def of(self, pipelines: Sequence[Pipeline], counts: Sequence[int] | None = None) -> ClusterPlan:
         """
-        The plan of pipelines with these microbatches of each, by default such that the last pipeline is done as early
-        as possible; raises `ValueError` if there are fewer microbatches than pipelines.
+        The plan of pipelines with these microbatches of each copy, by default such that the last pipeline is done as
+        early as possible; raises `ValueError` if there are fewer microbatches than copies.
         """
-        layouts = [pipeline.layout for pipeline in pipelines]
         if counts is None:
-            fill_ms, slowest_ms = [one.fill_ms for one in layouts], [one.slowest_ms for one in layouts]
+            copies = [one for one in pipelines for _ in range(self.chain.copies)]
+            fill_ms, slowest_ms = [one.fill_ms for one in copies], [one.slowest_ms for one in copies]
             counts = fastest_counts(fill_ms, slowest_ms, self.num_microbatches)
         nodes = sorted(node for pipeline in pipelines for node in pipeline.nodes)
         first_rank = {node: index * self.node_size for index, node in enumerate(nodes)}
-        replicas = [self._replica(pipeline, first_rank) for pipeline in pipelines]
+        placed = [self._placed(pipeline, first_rank) for pipeline in pipelines]
         modules = {
-            name: replace(settings_of(plugin), replicas=tuple(stages[name] for stages in replicas))
-            for name, plugin in self.chain.modules.items()
+            name: layout.plan(tuple(stages for replicas in placed for stages in replicas[name]))
+            for name, layout in self.chain.layouts.items()
         }
-        are_alike = len(set(counts)) == 1 and all(one.stages == layouts[0].stages for one in layouts)
+        are_alike = len(set(counts)) == 1 and all(one.replicas == pipelines[0].replicas for one in pipelines)
         plan = ParallelPlan(
             modules,
             self.chain.spec.edges,
@@ -136,42 +144,54 @@ class PipelinePlans:
         members = tuple(node * self.node_size + index for node in nodes for index in range(self.node_size))
         return ClusterPlan(as_trained(plan, self.chain.spec), members, tuple(pipelines))
 
-    def _replica(self, pipeline: Pipeline, first_rank: Mapping[int, int]) -> dict[str, tuple[Stage, ...]]:
-        """The stages of a pipeline on the ranks of its nodes."""
+    def _placed(self, pipeline: Pipeline, first_rank: Mapping[int, int]) -> dict[str, tuple[tuple[Stage, ...], ...]]:
+        """The stages of each copy of a pipeline on the ranks of its nodes."""
         ranks = [first_rank[node] + index for node in pipeline.nodes for index in range(self.node_size)]
-        return {
-            name: tuple(on_ranks(stage, ranks) for stage in stages) for name, stages in pipeline.layout.stages.items()
-        }
+        return {name: on_ranks(replicas, ranks) for name, replicas in pipeline.replicas.items()}
 
 
-def on_ranks(stage: Stage, ranks: Sequence[int] | Mapping[int, int]) -> Stage:
-    """A stage with other ranks: `ranks[r]` in place of `r`."""
-    return replace(stage, mesh=tuple(tuple(ranks[rank] for rank in tp_group) for tp_group in stage.mesh))
+def on_ranks(
+    replicas: Sequence[Sequence[Stage]], ranks: Sequence[int] | Mapping[int, int]
+) -> tuple[tuple[Stage, ...], ...]:
+    """Stages with other ranks: `ranks[r]` in place of `r`."""
+
+    def moved(stage: Stage) -> Stage:
+        return replace(stage, mesh=tuple(tuple(ranks[rank] for rank in tp_group) for tp_group in stage.mesh))
+
+    return tuple(tuple(map(moved, stages)) for stages in replicas)
 
 
-def module_settings(plan: ParallelPlan) -> dict[str, ModulePlugin]:
-    """The settings of a plan's modules that do not depend on its number of ranks, for [`model_chain`]."""
-    return {name: _settings(module) for name, module in plan.modules.items()}
+def layouts_of(plugins: Mapping[str, ModulePlugin]) -> dict[str, ModuleLayout]:
+    """
+    The layouts of modules in each pipeline of templates, for [`model_chain`]: as many copies of all of them as share
+    optimizer state, which are on the same nodes.
+    """
+    layouts = {name: ModuleLayout.of(plugin) for name, plugin in plugins.items()}
+    sharing = [max(1, (layout.shard_size or 1) // layout.cp_size) for layout in layouts.values() if layout.zero_stage]
+    copies = lcm(*sharing)
+    return {name: replace(layout, dp_size=copies) for name, layout in layouts.items()}
+
+
+def layouts_of_plan(plan: ParallelPlan, node_size: int) -> dict[str, ModuleLayout]:
+    """The same of a plan of the user: as many copies of all modules as are on the nodes of the first one."""
+    nodes = [{rank // node_size for rank in _ranks_of(plan, replica)} for replica in range(_num_copies(plan))]
+    copies = next((number for number, own in enumerate(nodes) if own != nodes[0]), len(nodes))
+    return {name: replace(ModuleLayout.of_plan(module), dp_size=copies) for name, module in plan.modules.items()}
+
+
+def _num_copies(plan: ParallelPlan) -> int:
+    return min(module.dp_size for module in plan.modules.values())
+
+
+def _ranks_of(plan: ParallelPlan, replica: int) -> list[int]:
+    """The ranks of a copy of the model."""
+    stages = (stage for module in plan.modules.values() for stage in module.replicas[replica])
+    return sorted({rank for stage in stages for rank in stage.all_ranks})
 
 
 def tp_sizes_of(plan: ParallelPlan) -> dict[str, tuple[int, ...]]:
     """The tensor-parallel sizes that the stages of each module of a plan have, for [`model_chain`]."""
     return {name: module.tp_sizes for name, module in plan.modules.items()}
-
-
-def _settings(module: ModulePlan) -> ModulePlugin:
-    context = module.context
-    return ModulePlugin(
-        tp_size=module.tp_size,
-        cp_size=module.cp_size,
-        ep_size=module.ep_size,
-        activation_checkpointing=module.activation_checkpointing,
-        cp_method=context.method,
-        cp_mode=context.mode,
-        cp_block=context.block,
-        **asdict(module.sharding),
-        **asdict(module.storage),
-    )
 
 
 def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) -> list[Pipeline]:
@@ -200,20 +220,28 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
         )
     times_ms = mean_stage_ms(plans.chain.costs, plan, plans.chain.microbatches)
     result: list[Pipeline] = []
-    for replica in range(next(iter(sizes.values()))):
-        stages = {name: module.replicas[replica] for name, module in plan.modules.items()}
-        ranks = sorted({rank for of_module in stages.values() for stage in of_module for rank in stage.all_ranks})
-        nodes = _whole_nodes(replica, ranks, plans.node_size, result)
+    copies = plans.chain.copies
+    if _num_copies(plan) % copies:
+        raise ValueError(
+            f"The first {copies} copies of the plan are on the same nodes, and its {_num_copies(plan)} copies are no "
+            f"multiple of that. Put {copies} copies on the nodes of each pipeline."
+        )
+    for first in range(0, _num_copies(plan), copies):
+        own = range(first, first + copies)
+        ranks = sorted({rank for replica in own for rank in _ranks_of(plan, replica)})
+        nodes = _whole_nodes(first, ranks, plans.node_size, result)
         ms = [
-            (stage.all_ranks, times_ms[name, replica, index])
-            for name, of_module in stages.items()
-            for index, stage in enumerate(of_module)
+            (plan.stage(name, replica, index).all_ranks, times_ms[name, replica, index])
+            for name, module in plan.modules.items()
+            for replica in own
+            for index in range(len(module.replicas[replica]))
         ]
         slowest_ms = max(sum(time_ms for on, time_ms in ms if rank in on) for rank in ranks)
         places = {rank: place for place, rank in enumerate(ranks)}
-        placed = {name: tuple(on_ranks(one, places) for one in of_module) for name, of_module in stages.items()}
-        layout = PipelineLayout(len(nodes), placed, sum(time_ms for _, time_ms in ms), slowest_ms)
-        result.append(Pipeline(nodes, layout))
+        placed = {
+            name: on_ranks(module.replicas[own.start : own.stop], places) for name, module in plan.modules.items()
+        }
+        result.append(Pipeline(nodes, placed, sum(time_ms for _, time_ms in ms) / len(own), slowest_ms))
     return result
 
 
@@ -224,17 +252,18 @@ def _check_settings(plan: ParallelPlan, plans: PipelinePlans) -> None:
             f"The plan has `schedule={plan.schedule!r}`, and plans after failures {plans.schedule!r}. Use one of them."
         )
     for name, module in plan.modules.items():
-        plugin = plans.chain.modules[name]
-        if module.cp_size != plugin.cp_size:
+        layout = plans.chain.layouts[name]
+        if module.cp_size != layout.cp_size:
             raise ValueError(
-                f"`{name}` has `cp_size={module.cp_size}` in the plan, and `cp_size={plugin.cp_size}` in plans after "
+                f"`{name}` has `cp_size={module.cp_size}` in the plan, and `cp_size={layout.cp_size}` in plans after "
                 "failures. Use one of them."
             )
         check_tp_sizes(plans.chain.spec.modules[name], module, sorted({*module.tp_sizes, *plans.chain.tp_sizes[name]}))
-        if replace(module, replicas=()) != settings_of(plugin):
+        own = replace(ModuleLayout.of_plan(module), dp_size=layout.dp_size, tp_size=layout.tp_size)
+        if own != layout:
             raise ValueError(
-                f"`{name}` has other settings in the plan than in plans after failures: {_settings(module)} and "
-                f"{plugin}. Use the same."
+                f"`{name}` has other settings in the plan than in plans after failures: {own} and {layout}. Use the "
+                "same."
             )
 
 

@@ -20,7 +20,7 @@ from .state_copies import StateCopies
 DAY_S = 86_400.0
 LEAST_GAIN = 0.01  # predicted gain of speed below which pipelines are not divided anew
 MOST_TASKS = 200_000  # tasks of a step that is simulated at most
-_PipelineKey = tuple[int, tuple[tuple[str, tuple[Stage, ...]], ...], int]
+_PipelineKey = tuple[int, tuple[tuple[str, tuple[tuple[Stage, ...], ...]], ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,12 +41,12 @@ class StepTimes:
 
     def _simulated_ms(self, plan: ClusterPlan) -> float:
         """The simulated time, once for equal pipelines on whichever nodes."""
-        pairs = [(_key(one, count), one.layout) for one, count in zip(plan.pipelines, plan.microbatches, strict=True)]
+        pairs = [(_key(one, counts), one) for one, counts in plan.of_pipelines]
         pairs.sort(key=lambda pair: (pair[0][0], pair[0][2]), reverse=True)
         key = tuple(key for key, _ in pairs)
         if key not in self._known:
-            counts = [count for _, _, count in key]
-            self._known[key] = self._run(self.plans.consecutive([layout for _, layout in pairs], counts))
+            counts = [count for _, _, of_copies in key for count in of_copies]
+            self._known[key] = self._run(self.plans.consecutive([pipeline for _, pipeline in pairs], counts))
         return self._known[key]
 
     def _run(self, plan: ClusterPlan) -> float:
@@ -68,15 +68,19 @@ class StepTimes:
         return float(np.float32(step_ms))
 
 
-def _key(pipeline: Pipeline, count: int) -> _PipelineKey:
+def _key(pipeline: Pipeline, counts: tuple[int, ...]) -> _PipelineKey:
     """What the times of a pipeline depend on."""
-    return len(pipeline.nodes), tuple((name, stages) for name, stages in pipeline.layout.stages.items()), count
+    return len(pipeline.nodes), tuple(pipeline.replicas.items()), counts
 
 
 def _num_tasks(plan: ClusterPlan) -> int:
     """Forwards and backwards of a step."""
-    stages = [sum(map(len, pipeline.layout.stages.values())) for pipeline in plan.pipelines]
-    return 2 * sum(count * number for count, number in zip(stages, plan.microbatches, strict=True))
+    stages = (
+        len(module.replicas[copy]) * n
+        for module in plan.plan.modules.values()
+        for copy, n in enumerate(plan.microbatches)
+    )
+    return 2 * sum(stages)
 
 
 @dataclass(frozen=True)

@@ -27,22 +27,17 @@ class Change:
         return f"{pipeline} {names[self.op]}{others}"
 
 
-@dataclass(frozen=True)
-class Reconfiguration:
-    """Pipelines after a loss of nodes."""
-
-    pipelines: tuple[Nodes, ...]  # all nodes that are left
-    changes: tuple[Change, ...]  # how the pipelines came about, in order
-
-
 class TooFewNodesError(RuntimeError):
     """The nodes that are left can't hold as many copies of the model as are guaranteed."""
 
 
-def without_nodes(pipelines: Sequence[Nodes], lost: Collection[int], counts: range, failures: int) -> Reconfiguration:
+def without_nodes(
+    pipelines: Sequence[Nodes], lost: Collection[int], counts: range, failures: int
+) -> tuple[list[Nodes], list[Change]]:
     """
-    The pipelines after a loss of nodes, where templates have `counts` of nodes ([`node_counts`]) and `failures` are
-    guaranteed again; raises [`TooFewNodesError`] if fewer nodes are left than `failures + 1` copies need.
+    The pipelines of all nodes that are left after a loss, and how they came about, in order, where templates have
+    `counts` of nodes ([`node_counts`]) and `failures` are guaranteed again; raises [`TooFewNodesError`] if fewer nodes
+    are left than `failures + 1` copies need.
 
     A pipeline with nodes lost goes on with what it has left if a template has this number of nodes. Otherwise it
     borrows nodes, one by one, of the pipeline that has the most of those above the fewest nodes; if none has more, it
@@ -61,7 +56,7 @@ def without_nodes(pipelines: Sequence[Nodes], lost: Collection[int], counts: ran
     # New pipelines, in place of those that lost all nodes, borrow all of theirs, which the paper does not say.
     while len(whole) < failures + 1:
         changes += _mend(whole, [()], counts[0])
-    return Reconfiguration(tuple(whole), tuple(changes))
+    return whole, changes
 
 
 def _mend(whole: list[Nodes], damaged: list[Nodes], fewest: int) -> Iterator[Change]:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from ..plan import ParallelPlan
-from .pipelines import ClusterPlan, Pipeline, PipelineLayout, PipelinePlans, adopt_pipelines
+from .pipelines import ClusterPlan, Pipeline, PipelinePlans, adopt_pipelines
 from .plan_choice import (
     DAY_S,
     LEAST_GAIN,
@@ -20,7 +20,7 @@ from .plan_choice import (
     reason_of_join,
     reason_text,
 )
-from .reconfiguration import Change, Reconfiguration, TooFewNodesError, without_nodes
+from .reconfiguration import Change, Nodes, TooFewNodesError, without_nodes
 from .state_copies import LostStateError, assign_nodes, common_holdings, reused_bytes, state_copies
 from .templates import (
     Instantiation,
@@ -50,10 +50,12 @@ class ResilientPlanner:
 
     def __post_init__(self):
         check_guarantee(self.num_nodes, self.fewest, self.failures)
-        if self.plans.num_microbatches <= self.failures:
+        if self.plans.num_turns <= self.failures:
+            copies = self.plans.chain.copies
+            each = "one" if copies == 1 else f"one for each of its {copies} copies of the model"
             raise ValueError(
                 f"{self.plans.num_microbatches} microbatches are too few for {self.failures + 1} pipelines, "
-                "each of which needs one. Use a larger global batch or smaller microbatches."
+                f"each of which needs {each}. Use a larger global batch or smaller microbatches."
             )
         self._check_sums()
 
@@ -73,7 +75,7 @@ class ResilientPlanner:
         chain = self.plans.chain.chain
         deepest = chain.num_layers * max(chain.rank_counts) // self.node_size  # with one layer for each stage
         for most in (min(self.num_nodes, deepest), deepest):
-            found = fewest_nodes(chain, self.node_size, most, self.plans.num_microbatches)
+            found = fewest_nodes(chain, self.node_size, most, self.plans.num_turns)
             if found is not None:
                 return found
         raise ValueError(self._why_no_copy())
@@ -88,7 +90,7 @@ class ResilientPlanner:
         The plan of nodes numbered from 0 whose simulated step is shortest, among the fastest by the closed form;
         raises `ValueError` if no pipelines use all nodes.
         """
-        finalists = [self.plans.consecutive(list(map(self.layout, sizes))) for sizes in self._finalists(num_nodes)]
+        finalists = [self.plans.consecutive(list(map(self.pipeline, sizes))) for sizes in self._finalists(num_nodes)]
         if not finalists:
             raise ValueError(self._why_not_all(num_nodes))
         times_ms = self._times.of(finalists)
@@ -115,17 +117,17 @@ class ResilientPlanner:
         state = self.first() if first is None else first
         yield state
         while len(state.nodes) > self.fewest_guaranteed:
-            alike = {(len(one.nodes), one.layout.fill_ms, one.layout.slowest_ms): one for one in state.pipelines}
+            alike = {(one.num_nodes, one.fill_ms, one.slowest_ms): one for one in state.pipelines}
             lost = max((one.nodes[0] for one in alike.values()), key=partial(self._mended_ms, state))
             state = self.without(state, [lost])
             yield state
 
     def _mended_ms(self, state: ClusterPlan, lost: int) -> float:
         """Time of a step without a node, in closed form, where as few pipelines change as possible."""
-        known = {pipeline.nodes: pipeline.layout for pipeline in state.pipelines}
-        left = self._changed(state, [lost]).pipelines
-        layouts = [known.get(nodes) or self.layout(len(nodes)) for nodes in left]
-        return Instantiation.of(layouts, self.plans.num_microbatches).step_ms
+        known = {pipeline.nodes: pipeline for pipeline in state.pipelines}
+        left, _ = self._changed(state, [lost])
+        pipelines = [known.get(nodes) or self.pipeline(len(nodes)) for nodes in left]
+        return Instantiation.of(pipelines, self.plans.num_turns).step_ms
 
     def adopt(self, plan: ParallelPlan) -> ClusterPlan:
         """
@@ -169,7 +171,7 @@ class ResilientPlanner:
         """
         whole = [one for one in state.pipelines if not set(one.nodes).intersection(lost)]
         if whole:  # nothing has to be copied
-            return self.plans.of([min(whole, key=lambda one: len(one.nodes))], [self.plans.num_microbatches])
+            return self.plans.of([min(whole, key=lambda one: len(one.nodes))])
         try:
             return replace(self, failures=0).without(state, lost)
         except ValueError as error:
@@ -198,18 +200,18 @@ class ResilientPlanner:
             for plan, step_ms, one in zip(plans, self._times.of(plans), copies, strict=True)
         ]
 
-    def _changed(self, state: ClusterPlan, lost: Collection[int]) -> Reconfiguration:
-        """The pipelines without nodes by the paper's rules."""
+    def _changed(self, state: ClusterPlan, lost: Collection[int]) -> tuple[list[Nodes], list[Change]]:
+        """The pipelines without nodes by the paper's rules, and how they came about."""
         counts = range(self.fewest, max(self.num_nodes, len(state.nodes)) + 1)
         return without_nodes([one.nodes for one in state.pipelines], lost, counts, self.failures)
 
     def _mended(self, state: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
         """The plan after a loss of nodes in which as few pipelines change as possible."""
-        after = self._changed(state, lost)
+        after, changes = self._changed(state, lost)
         known = {pipeline.nodes: pipeline for pipeline in state.pipelines}
-        kept = [known[nodes] for nodes in after.pipelines if nodes in known]
-        changed = [[Pipeline(nodes, self.layout(len(nodes)))] for nodes in after.pipelines if nodes not in known]
-        return replace(self._placed(state, kept, changed), changes=after.changes)
+        kept = [known[nodes] for nodes in after if nodes in known]
+        changed = [[self.pipeline(len(nodes)).on(nodes)] for nodes in after if nodes not in known]
+        return replace(self._placed(state, kept, changed), changes=tuple(changes))
 
     def _rearranged(
         self, state: ClusterPlan, nodes: Collection[int], known: Sequence[int] | None = None
@@ -227,15 +229,13 @@ class ResilientPlanner:
                     kept.append(pipeline)
             changes = tuple(Change("divide", one.nodes) for one in state.pipelines if one not in kept)
             free = iter(sorted(left - {node for pipeline in kept for node in pipeline.nodes}))
-            changed = [
-                Pipeline(tuple(next(free) for _ in range(count)), self.layout(count)) for count in wanted.elements()
-            ]
+            changed = [self.pipeline(count).on(islice(free, count)) for count in wanted.elements()]
             yield replace(self._placed(state, kept, [changed]), changes=changes)
 
     def _finalists(self, num_nodes: int) -> list[list[int]]:
         """Nodes of each pipeline of the fastest instantiations by the closed form, the largest pipeline first."""
         check_guarantee(num_nodes, self.fewest, self.failures)
-        templates, total = self._templates_of(num_nodes), self.plans.num_microbatches
+        templates, total = self._templates_of(num_nodes), self.plans.num_turns
         found = fastest_instantiations(templates, num_nodes, self.failures + 1, total, NUM_FINALISTS)
         return [[template.num_nodes for template in one.pipelines] for one in found]
 
@@ -249,7 +249,7 @@ class ResilientPlanner:
         for group in groups:
             nodes = [node for pipeline in group for node in pipeline.nodes]
             placed = iter(assign_nodes(reused_bytes(held, needed, nodes, self.node_size), nodes))
-            changed += [replace(one, nodes=tuple(next(placed) for _ in one.nodes)) for one in group]
+            changed += [one.on(islice(placed, one.num_nodes)) for one in group]
         return self.plans.of([*kept, *changed])
 
     @cached_property
@@ -265,7 +265,7 @@ class ResilientPlanner:
         """The template of each number of nodes, for their share of the microbatches; `None` if there is none."""
         counts = list(node_counts)
         missing = [count for count in counts if count not in self._known]
-        total, chain = self.plans.num_microbatches, self.plans.chain.chain
+        total, chain = self.plans.num_turns, self.plans.chain.chain
         # After failures it computes more, and may have as many in flight as it has stages.
         search = TemplateSearch(chain, self.node_size, max(missing, default=0), total)
         for count in missing:
@@ -284,9 +284,9 @@ class ResilientPlanner:
         assert template is not None, f"there is a template of {num_nodes} nodes by theorem 2"
         return template
 
-    def layout(self, num_nodes: int) -> PipelineLayout:
-        """The stages of a pipeline of a number of nodes."""
-        return PipelineLayout.of_template(self.plans.chain, self._template_of(num_nodes))
+    def pipeline(self, num_nodes: int) -> Pipeline:
+        """A pipeline of a number of nodes, on the first ones."""
+        return Pipeline.of_template(self.plans.chain, self._template_of(num_nodes))
 
     def _check_sums(self) -> None:
         """Raises `ValueError` unless all numbers of nodes that failures leave can be used, and merged pipelines."""
@@ -298,7 +298,7 @@ class ResilientPlanner:
                 f"nodes, but {self._cut_text(largest)}. Use smaller nodes or a larger `tp_size`."
             )
         for num_nodes in range(self.num_nodes, self.fewest_guaranteed - 1, -1):
-            most = min(num_nodes // self.fewest, self.plans.num_microbatches)
+            most = min(num_nodes // self.fewest, self.plans.num_turns)
             if most * largest < num_nodes:
                 raise ValueError(self._why_not_all(num_nodes))
 
@@ -306,8 +306,9 @@ class ResilientPlanner:
         """Raises `ValueError` unless pipelines of a plan of the user can be kept up by templates."""
         if len(pipelines) <= self.failures:
             raise ValueError(
-                f"The plan has {len(pipelines)} copies of the model; to survive {self.failures} failures at once it "
-                f"needs {self.failures + 1}. Use `dp_size={self.failures + 1}` in all modules, or guarantee "
+                f"The plan has {len(pipelines)} copies of the model on nodes of their own; to survive {self.failures} "
+                f"failures at once it needs {self.failures + 1}. Use "
+                f"`dp_size={(self.failures + 1) * self.plans.chain.copies}` in all modules, or guarantee "
                 f"{len(pipelines) - 1}."
             )
         sizes = [len(pipeline.nodes) for pipeline in pipelines]
@@ -325,7 +326,7 @@ class ResilientPlanner:
 
     def _why_not_all(self, num_nodes: int) -> str:
         """Why no pipelines use all nodes."""
-        total, largest = self.plans.num_microbatches, self._templates_of(num_nodes)[-1].num_nodes
+        total, largest = self.plans.num_turns, self._templates_of(num_nodes)[-1].num_nodes
         most = min(num_nodes // self.fewest, total)
         return (
             f"{num_nodes} nodes can't all be used. {most} pipelines, each of {self.fewest} nodes or more and with one "

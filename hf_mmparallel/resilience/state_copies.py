@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -34,17 +34,20 @@ class Slice:
 
     dim: int | None = None  # the dimension that is cut; `None` for all elements
     ranges: tuple[tuple[int, int], ...] = ()  # first index in that dimension and one past the last, of each block
+    flat: tuple[int, int] | None = None  # of these elements, flattened, those that a rank updates under ZeRO
 
     @classmethod
     def of(cls, parameter: ParameterSpec, cuts: Sequence[Cut]) -> Slice:
-        """The elements of a shard; `cuts` are those of [`Shard`], with one of tensor parallelism at most."""
-        if not cuts:
-            return cls()
-        (cut,) = cuts
-        assert cut.axis == "tp" and cut.dim is not None, "copies of a model do not divide it"
-        return cls.in_blocks(
-            parameter, cut.dim, cut.num_blocks, cut.bounds(parameter.shape[cut.dim] // cut.num_blocks)
-        )
+        """The elements of a shard; `cuts` are those of [`Shard`]: one of tensor parallelism at most, one of ZeRO."""
+        result = cls()
+        for cut in cuts:
+            if cut.axis == "dp":
+                result = replace(result, flat=cut.bounds(result.num_elements(parameter)))
+                continue
+            assert cut.axis == "tp" and cut.dim is not None, "experts are not divided"
+            bounds = cut.bounds(parameter.shape[cut.dim] // cut.num_blocks)
+            result = cls.in_blocks(parameter, cut.dim, cut.num_blocks, bounds)
+        return result
 
     @classmethod
     def in_blocks(cls, parameter: ParameterSpec, dim: int, num_blocks: int, bounds: tuple[int, int]) -> Slice:
@@ -56,8 +59,8 @@ class Slice:
 
     @classmethod
     def on_rank(cls, parameter: ParameterSpec, shards: ParameterShards, rank: int) -> Slice:
-        """All elements that a rank has, in one or several shards, which follow each other."""
-        held = [cls.of(parameter, shard.cuts) for shard in shards.on_rank(rank)]
+        """All elements that a rank updates, in one or several shards, which follow each other."""
+        held = [cls.of(parameter, shard.cuts) for shard in shards.updated_by(rank)]
         first, last = held[0], held[-1]
         if first == last or first.dim is None:
             return first
@@ -85,6 +88,8 @@ class Slice:
 
     def num_elements(self, parameter: ParameterSpec) -> int:
         """How many elements of a parameter these are."""
+        if self.flat is not None:
+            return self.flat[1] - self.flat[0]
         if self.dim is None:
             return parameter.num_elements
         return parameter.num_elements // parameter.shape[self.dim] * sum(stop - start for start, stop in self.ranges)
@@ -138,7 +143,7 @@ Holdings = dict[int, dict[Part, int]]  # member -> part -> bytes with optimizer 
 
 
 def holdings(spec: ModelSpec, placed: PlacedPlan) -> Holdings:
-    """What each process holds under a plan."""
+    """What each process updates under a plan; ranks that share optimizer state gather the rest of their weights."""
     result: Holdings = {member: {} for member in placed.members}
     for name, shards in parameter_shards(spec, placed.plan).items():
         parameter = spec.parameters[name]
@@ -146,7 +151,7 @@ def holdings(spec: ModelSpec, placed: PlacedPlan) -> Holdings:
         for shard in shards.shards:
             elements = Slice.of(parameter, shard.cuts)
             num_bytes = elements.num_elements(parameter) * value_bytes(parameter, storage)
-            for rank in shard.holders:
+            for rank in shard.updaters:
                 result[placed.members[rank]][name, elements] = num_bytes
     return result
 
@@ -163,7 +168,7 @@ def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> t
     pieces: dict[Part, list[Slice]] = {}
     for name, found in slices.items():
         parameter, other = spec.parameters[name], max(found, key=lambda elements: len(elements.ranges))
-        if other.dim is None:
+        if other.dim is None or other.flat is not None:  # whose shares are the same under all plans
             continue
         ends = {0, parameter.shape[other.dim] // len(other.ranges)}
         borders = sorted(ends.union(*(elements.ranges[0] for elements in found if elements.ranges)))
@@ -297,15 +302,31 @@ def recovery_memory(
         )
 
     result = {}
+    had, will_have = _gathered_bytes(spec, before), _gathered_bytes(spec, after)
     for member, parts in needed.items():
         own = held.get(member, {})
         changed = {name for name, _ in parts.keys() ^ own.keys()}
         moved[member] += [part for part in parts if part[0] in changed]  # also what it keeps, to be joined anew
         kept = [part for part in parts if part[0] not in changed]
         # the optimizer makes new float32 copies of weights before those that are kept are freed
-        laid_out = num_bytes(parts, _device_bytes) + num_bytes(kept, _copied_bytes)
-        held_bytes, moved_bytes = num_bytes(own, _device_bytes), num_bytes(moved[member], value_bytes)
+        laid_out = num_bytes(parts, _device_bytes) + num_bytes(kept, _copied_bytes) + will_have[member]
+        held_bytes, moved_bytes = num_bytes(own, _device_bytes) + had[member], num_bytes(moved[member], value_bytes)
         result[member] = float(recovery_bytes(held_bytes, moved_bytes, laid_out, window_bytes))
+    return result
+
+
+def _gathered_bytes(spec: ModelSpec, placed: PlacedPlan) -> Counter[int]:
+    """Member -> bytes of the weights that it has beside those that it updates, which others update (ZeRO-1 and 2)."""
+    result: Counter[int] = Counter()
+    for name, shards in parameter_shards(spec, placed.plan).items():
+        parameter = spec.parameters[name]
+        for shard in shards.shards if shards.zero_stage < 3 else ():
+            if shard.zero_cut is not None:
+                num_bytes = Slice.of(parameter, shard.cuts).num_elements(parameter) * DTYPE_BYTES.get(
+                    parameter.dtype, FULL
+                )
+                for rank in set(shard.holders).difference(shard.updaters):
+                    result[placed.members[rank]] += num_bytes
     return result
 
 

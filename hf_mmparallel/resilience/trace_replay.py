@@ -321,7 +321,7 @@ class _Job:
         plan, self.waiting = None, frozenset()
         if len(self.present) >= self.planner.fewest_guaranteed:
             nodes, fastest = sorted(self.present), self.planner.fastest(len(self.present))
-            pipelines = [replace(one, nodes=tuple(nodes[place] for place in one.nodes)) for one in fastest.pipelines]
+            pipelines = [one.on(nodes[place] for place in one.nodes) for one in fastest.pipelines]
             plan = self.planner.plans.of(pipelines, fastest.microbatches)
         self.held = None
         if plan is not None or self.plan is not None:

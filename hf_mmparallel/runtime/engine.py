@@ -77,7 +77,7 @@ from .step_check import (
     add_up,
     replicated_parameters,
 )
-from .weight_placement import LoadFunction, layers_of_rank, place_weights, share_buffers
+from .weight_placement import LoadFunction, layers_of_rank, load_held, place_weights, share_buffers
 from .work import StepResult
 
 _UNUSED = "unused parameters"  # among the numbers of a step that are summed over the ranks
@@ -143,15 +143,20 @@ class ParallelEngine(nn.Module):
         self.asked: Any = None  # when the last training step was asked for, a mark of the clock
         self.data_ms = 0.0  # how long this rank waited for it
 
-    def change_plan(self, plan: ParallelPlan, load: LoadFunction) -> None:
-        """Lays the model out anew, for the ranks that the world has now. Collective."""
+    def change_plan(self, plan: ParallelPlan, held: Mapping[str, Tensor]) -> None:
+        """
+        Lays the model out anew, for the ranks that the world has now, with the weights, shards or slices of parameters
+        that this one updates. Collective.
+        """
         assert self._blank is not None
         # the model and the engine stay the same objects; the parts of the model are new
         put_parts_of(copy.deepcopy(self._blank), self.model)
         self.parts = module_parts(self.model)
-        self._lay_out(self.spec, plan, load)
+        self._lay_out(self.spec, plan, load_held(held), held)
 
-    def _lay_out(self, spec: ModelSpec, plan: ParallelPlan, load: LoadFunction | None) -> None:
+    def _lay_out(
+        self, spec: ModelSpec, plan: ParallelPlan, load: LoadFunction | None, held: Mapping[str, Tensor] | None = None
+    ) -> None:
         """Prunes the whole model to this rank's part of a plan, and prepares its steps. Collective."""
         model, world = self.model, self.world
         self.spec = with_tp_dims(model, spec, {name: module.tp_sizes for name, module in plan.modules.items()})
@@ -170,6 +175,8 @@ class ParallelEngine(nn.Module):
         self.streamed: dict[str, StreamedLayers] = {}  # by module
         self.partial: set[str] = set()  # parameters whose gradients are partial sums on each rank of a tp group
         self._load(load)
+        if held is not None:
+            self.slices.fill(held)
         self._prepare_steps()
         self.planner: StepPlanner | None = None
         # Of the last step, for callbacks.

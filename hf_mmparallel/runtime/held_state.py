@@ -21,13 +21,13 @@ from ..modeling import is_unowned
 from ..modeling.unowned import from_shard, give_values, local
 from ..world import World, track_activity
 from .optimizer_checkpoint import apply_state
-from .optimizer_slices import Region, named_groups, settings_of
+from .optimizer_slices import OptimizerSlices, Region, named_groups, settings_of
 from .updated_copies import MASTER, entries_of, master_to_save, set_copy, source_of_copy
 
 
 @dataclass
 class HeldParameter:
-    """A parameter, or this rank's shard of it, with the optimizer's state for it."""
+    """A parameter, or this rank's shard or slice of it, with the optimizer's state for it."""
 
     values: torch.Tensor  # those of the model itself
     group: int | None = None  # index of its group in the optimizer; `None` if it is not trained
@@ -102,10 +102,12 @@ class Transfer(NamedTuple):
     given: Region | None = None  # where it lies in what the target needs; `None` if it is all of that
 
 
-def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, HeldParameter]:
-    """Returns what this rank holds of each parameter."""
+def held_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, slices: OptimizerSlices | None = None
+) -> dict[str, HeldParameter]:
+    """Returns what this rank holds of each parameter: of those that several ranks divide its own slice."""
     held = {
-        name: HeldParameter(local(parameter).detach())
+        name: HeldParameter(local(parameter if slices is None else slices.updated_tensor(parameter)).detach())
         for name, parameter in model.named_parameters()
         if not is_unowned(parameter)
     }
@@ -122,13 +124,16 @@ def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
     return held
 
 
-def let_go(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Frees weights and state of a model and its optimizer, whoever has them, but for what [`HeldParameter`]s hold."""
+def let_go(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, held: Mapping[str, HeldParameter]) -> None:
+    """Frees weights and state of a model and its optimizer, whoever has them, but for what is held."""
     for parameter in (*model.parameters(), *(() if optimizer is None else entries_of(optimizer))):
         if not is_unowned(parameter):
             give_values(parameter, local(parameter).new_empty(0))
     if optimizer is not None:
         optimizer.state.clear()
+    for part in held.values():
+        if part.values.untyped_storage().nbytes() > part.values.nbytes:  # a slice in the memory of all of it
+            part.values = part.values.clone()
 
 
 def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

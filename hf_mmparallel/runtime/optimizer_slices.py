@@ -244,6 +244,14 @@ class OptimizerSlices:
         # a parameter of ZeRO-3, which has its values only while they are gathered
         return join(self.by_parameter[parameter].detach(), self.by_parameter[parameter])  # type: ignore[index]
 
+    @torch.no_grad()
+    def fill(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Gives the slices their values, by the names of parameters, and these the slices of all ranks. Collective."""
+        for name, parameter in self._taken.items():
+            if parameter in self.by_parameter:
+                self.by_parameter[parameter].data.copy_(values[name])
+        self.gather_weights()
+
     @contextmanager
     def rewriting(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Wraps a block that writes into parameters, after which the slices have what it wrote."""

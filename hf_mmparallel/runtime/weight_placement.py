@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..modeling import ModuleStage, is_unowned
-from ..modeling.unowned import from_shard
+from ..modeling.unowned import from_shard, local
 from ..plan import StageKey
 from ..world import World
 
@@ -55,14 +55,19 @@ def place_weights(
 
 
 def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
-    """Makes a function that gives a pruned model on the meta device weights, or shards, that a rank has already."""
+    """
+    Makes a function that gives a pruned model on the meta device weights, or shards, that a rank has already; memory
+    without values to those of which it has a slice, see [`~OptimizerSlices.fill`].
+    """
 
     def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
         left = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}
         for names in (*layers, list(left)):
             for name in names:
                 if name in left:
-                    _replace(model, left.pop(name), held[name])
+                    blank, values = left.pop(name), held[name]
+                    shape = local(blank).shape
+                    _replace(model, blank, values if values.shape == shape else values.new_empty(shape))
             yield names
 
     return load

@@ -21,7 +21,7 @@ from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.methods import arrangement_name
-from ..plan.plugin import SIZES, ZERO_STAGES
+from ..plan.plugin import OTHER_SIZES, SIZES, ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
 from ..planning.answer import Answer, Inputs
 from ..planning.files import page_of, save_plan
@@ -183,7 +183,7 @@ def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
     for given in (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage):
         for name, settings in given.items():
             module = plan.modules[name]
-            sizes = {key: getattr(module, key) for key in (*SIZES, "ep_size")}
+            sizes = {key: getattr(module, key) for key in (*SIZES, *OTHER_SIZES)}
             has = {**sizes, **asdict(module.sharding), **asdict(module.storage)}
             for key, value in settings.items():
                 if has[key] != value:

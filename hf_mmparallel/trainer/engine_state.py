@@ -37,7 +37,6 @@ from ..modeling.loss import IGNORE_INDEX
 from ..modeling.router_loss import has_router_loss
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
-from ..resilience.pipelines import module_settings
 from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimizer
 from ..runtime.out_of_memory import mark_steps
 from ..world import raise_on_all_ranks
@@ -190,8 +189,9 @@ class EngineState:
         trainer.rows = row_choice(args.row_packing, prepared.model, prepared.spec, trainer.data_collator)
         prepared = replace(prepared, costs=replace(prepared.costs, packing=trainer.rows.packed))
         if args.resilience is not None:
-            modules = plugin.modules if plugin.plan is None else module_settings(plugin.plan)
-            check_survivable(args, modules, trainer.train_dataset)
+            settings = plugin.modules if plugin.plan is None else plugin.plan.modules
+            storage = {name: module.storage for name, module in settings.items()}
+            check_survivable(args, storage, trainer.train_dataset)
         layouts = None
         if plugin.auto and args.resilience is not None:
             count = build.resolve_batch(args, args.world_size)

@@ -28,7 +28,7 @@ from .._device import synchronize
 from ..plan import ParallelPlan
 from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, Transfer, exchange
-from ..world import Generation, Membership, World, failures_left_to, is_lost_connection
+from ..world import Generation, Membership, World, failures_left_to, is_lost_connection, track_activity
 from ..world.generations import LEFT, Loss, put, take
 from ..world.membership import FinishedRunError, NoLossError
 
@@ -36,6 +36,7 @@ T = TypeVar("T")
 Held = dict[str, HeldParameter]
 _POLL_S = 0.02
 _NEWS_S = 30.0  # time in which the launcher says who was lost, after a connection was
+_ANEW = "meeting anew"  # in place of a line that has raised an exception
 
 
 class RepeatedFailureError(Exception):
@@ -101,7 +102,7 @@ class MembershipChange:
     """What became of a run when ranks were lost or joined. Times are in seconds, of this rank."""
 
     lost: tuple[int, ...] = ()  # members, by their numbers in the launch
-    reasons: tuple[str, ...] = ()  # what is known of why
+    reasons: tuple[str, ...] = ()  # what is known of why; also why ranks met anew of whom none was lost
     joined: tuple[int, ...] = ()  # members, by their numbers in the launch
     step: int = 0  # steps that are done
     world_size: int = 0  # ranks that go on
@@ -123,7 +124,7 @@ class MembershipChange:
             changes.append(f"lost {_named(self.lost)} ({'; '.join(dict.fromkeys(self.reasons))})")
         if self.joined:
             changes.append(f"{_named(self.joined)} joined")
-        change = " and ".join(changes) or "the ranks met again"
+        change = " and ".join(changes) or f"the ranks met anew ({'; '.join(dict.fromkeys(self.reasons))})"
         return (
             f"{change[0].upper()}{change[1:]} after step {self.step}. {self.world_size} ranks go on as {self.layout}: "
             f"met after {self.regrouped_s:.2f} s, planned in {self.planned_s:.2f} s, copied "
@@ -191,6 +192,7 @@ class Recovery:
         self._num_done = 0
         self._value = 0.0
         self._raised: dict[str, tuple[int, str]] = {}
+        self._has_met_anew = False  # in the work that is not done
         self._event = MembershipChange()
         self._ends_with: TooFewNodesError | RepeatedFailureError | None = None
         self._is_last = False  # layout is one for a last checkpoint
@@ -257,7 +259,7 @@ class Recovery:
     def _count_done(self, number: int, value: float) -> None:
         """Notes how many pieces of work are done, and what is known of the last of them."""
         if number > self._num_done:
-            self._raised = {}
+            self._raised, self._has_met_anew = {}, False
         self._num_done, self._value = number, value
 
     def complete(self, work: Callable[[], T]) -> T:
@@ -367,27 +369,29 @@ class Recovery:
         self._meet_until_done(stopped_at)
 
     def _meet_until_done(self, stopped_at: float) -> None:
-        while not self._meet(stopped_at):
-            pass
+        with track_activity("meeting the other ranks", waits=True):
+            while not self._meet(stopped_at):
+                pass
 
     def _meet(self, stopped_at: float) -> bool:
         """Whether the ranks that are left could meet, make groups, and agree on what is done."""
         self.world.leave()
         gc.collect()
-        generation = self.membership.next_generation(_NEWS_S)
-        losses = self.membership.losses
-        report = _Report(self._num_layouts, self._num_done, self._value, self._raised_with(losses))
+        generation = self._next_generation()
+        losses, anew = self.membership.losses, self.membership.anew
+        report = _Report(self._num_layouts, self._num_done, self._value, self._raised_with(losses, anew))
         self._send_join_state(generation, report)
         reports = self._reports(generation, report)
         if reports is None:
             return False
         self.membership.enter(generation)
         self._agree(reports)
-        self._event = self._event_of(losses, stopped_at)
+        self._has_met_anew |= bool(anew)
+        self._event = self._event_of(losses, anew, stopped_at)
         started_s = time.perf_counter()
         self._next = self._layout_of(set(generation.ids))
         if repeated := [message for times, message in self._raised.values() if times > 1]:
-            text = f"A rank failed as another one had in the same work, which no rank can do: {repeated[0]}"
+            text = f"The same failure came again when ranks repeated their work, so that none can do it: {repeated[0]}"
             self._ends_with = None if self._is_last else RepeatedFailureError(text)
         self._event.planned_s = time.perf_counter() - started_s
         self._event.world_size = len(self._next.members)
@@ -405,6 +409,19 @@ class Recovery:
             return False  # another rank may know of the next loss before this one does
         self._event.regrouped_s = time.time() - self._event.lost_at
         return True
+
+    def _next_generation(self) -> Generation:
+        """
+        The ranks that are left. All meet anew if this one has lost a connection although nobody died; a second time in
+        the same work it ends, and the others go on without it.
+        """
+        try:
+            return self.membership.next_generation(_NEWS_S)
+        except NoLossError:
+            if self._has_met_anew:
+                raise
+            self.membership.ask_to_meet_anew()
+            return self.membership.next_generation(_NEWS_S)
 
     def _layout_of(self, members: set[int]) -> NodeLayout:
         lost, joined = set(self.layout.members) - members, members - set(self.layout.members)
@@ -427,13 +444,13 @@ class Recovery:
             "pipelines could use it beside the other nodes."
         )
 
-    def _event_of(self, losses: Sequence[Loss], stopped_at: float) -> MembershipChange:
+    def _event_of(self, losses: Sequence[Loss], anew: str, stopped_at: float) -> MembershipChange:
         """What has happened since the model was last laid out, with new losses."""
         before = MembershipChange() if self._next is None else self._event
         lost_at = min((loss.time for loss in losses), default=stopped_at)
         return MembershipChange(
             lost=(*before.lost, *(loss.member.id for loss in losses)),
-            reasons=(*before.reasons, *(loss.reason for loss in losses)),
+            reasons=(*before.reasons, *(loss.reason for loss in losses), *([anew] if anew else [])),
             joined=before.joined,
             lost_at=before.lost_at or lost_at,
             stopped_s=stopped_at - lost_at,
@@ -448,9 +465,11 @@ class Recovery:
         stored = store.multi_get([f"{key}/{member.id}" for member in generation.members])
         return [_Report.from_json(value) for value in stored]
 
-    def _raised_with(self, losses: Sequence[Loss]) -> dict[str, tuple[int, str]]:
+    def _raised_with(self, losses: Sequence[Loss], anew: str = "") -> dict[str, tuple[int, str]]:
         """The exceptions in the work that is not done, with those of a meeting; none of a rank that joins."""
         now = {loss.place: loss.reason for loss in losses if loss.place}
+        if anew:  # ranks that wait for each other do so again if that is due to what they do
+            now[_ANEW] = anew
         more = {place: (self._raised.get(place, (0, ""))[0] + 1, reason) for place, reason in now.items()}
         return self._raised | more
 

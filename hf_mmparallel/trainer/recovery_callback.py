@@ -39,7 +39,8 @@ class RecoveryCallback(EngineCallback):
     def on_reconfigure(self, args: Any, state: Any, control: Any, event: Any = None, **kwargs: Any) -> None:
         changes = (("lost", event.lost), ("joined", event.joined))
         label = ", ".join(f"{verb} {', '.join(map(str, members))}" for verb, members in changes if members)
-        self.marks.append(RecoveryMark(event.lost_at - self._began_s, event.total_s, event.world_size, label))
+        took = event.lost_at - self._began_s, event.total_s
+        self.marks.append(RecoveryMark(*took, event.world_size, label or "met anew"))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.marks or not state.is_world_process_zero:
@@ -61,7 +62,7 @@ class RecoveryCallback(EngineCallback):
         took_s = sum(mark.took_s for mark in self.marks)
         times = "once" if len(self.marks) == 1 else f"{len(self.marks)} times"
         return (
-            f"The ranks changed {times}, as some were lost or joined, and training went on: {self._num_ranks} ranks "
-            f"at first, {self.marks[-1].num_ranks} at the end. The changes took {took_s:.2f} s in all, from each loss "
-            "or join until the run went on."
+            f"The ranks changed {times}, as some were lost, joined or met anew, and training went on: "
+            f"{self._num_ranks} ranks at first, {self.marks[-1].num_ranks} at the end. The changes took {took_s:.2f} "
+            "s in all, from each loss or join until the run went on."
         )

@@ -9,10 +9,17 @@ from typing import Any
 from .. import _environment
 from ..data.streams import is_stream
 from ..modeling.prepare import earliest_selected_layer
-from ..plan import ModelSpec, ModulePlugin, MultimodalParallelPlugin, ParameterSpec, SampleSizes, parameter_shards
+from ..plan import (
+    ModelSpec,
+    MultimodalParallelPlugin,
+    ParameterSpec,
+    SampleSizes,
+    StorageSettings,
+    parameter_shards,
+)
 from ..planning.possible_sizes import stage_tp_sizes
-from ..resilience.model_chain import TypicalMicrobatches, model_chain
-from ..resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
+from ..resilience.model_chain import TypicalMicrobatches, copies_of, model_chain
+from ..resilience.pipelines import ClusterPlan, PipelinePlans, layouts_of, layouts_of_plan, tp_sizes_of
 from ..resilience.resilient_planner import ResilientPlanner
 from ..resilience.state_copies import LostStateError, PlacedPlan, Slice, state_copies
 from ..runtime.held_state import Transfer
@@ -112,22 +119,21 @@ def node_layouts(
             f"`ranks_per_node={node_size}` of `resilience` does not divide the {args.world_size} ranks of the run. "
             "Use the number of ranks of a host, or a divisor of it."
         )
-    num_samples, sizes = global_batch
-    size = args.per_device_train_batch_size
-    # without sizes of a typical global batch all samples count the same
-    microbatches = TypicalMicrobatches(
-        sizes or SampleSizes.uniform(dict.fromkeys(spec.modules, 1), size), size, -(-num_samples // size)
-    )
     selected = {name: earliest_selected_layer(prepared.model, spec.modules[name]) for name in spec.encoders}
     if plan is None:  # stages have any size that the settings leave open
-        modules = recomputed(plugin, spec, args)
+        layouts = layouts_of(recomputed(plugin, spec, args))
         tp_sizes = stage_tp_sizes(prepared.model, spec, plugin, min(node_size, costs.device.node_size))
     else:
-        modules, tp_sizes = module_settings(plan), tp_sizes_of(plan)  # those of the user's plan are kept
+        layouts, tp_sizes = layouts_of_plan(plan, node_size), tp_sizes_of(plan)  # those of the user's plan are kept
+    num_samples, sizes = global_batch
+    size = args.per_device_train_batch_size
+    total = -(-num_samples // size)
+    # without sizes of a typical global batch all samples count the same
+    sizes = sizes or SampleSizes.uniform(dict.fromkeys(spec.modules, 1), size)
     chain = model_chain(
         costs,
-        modules,
-        microbatches,
+        layouts,
+        TypicalMicrobatches(sizes, size, -(-total // copies_of(layouts))),
         allowed_bytes(args, costs.device),
         {name: layer for name, layer in selected.items() if layer is not None},
         tp_sizes=tp_sizes,
@@ -139,20 +145,20 @@ def node_layouts(
             f"`{schedule!r}`. Leave it out, or give the sizes of all modules."
         )
     named = args.microbatch_assignment if isinstance(args.microbatch_assignment, str) else None
-    plans = PipelinePlans(chain, node_size, microbatches.most, schedule, named)
+    plans = PipelinePlans(chain, node_size, total, schedule, named)
     between_s = 3600 * args.mean_time_between_failures_h
     return NodeLayouts(ResilientPlanner(plans, args.world_size // node_size, survives.failures, between_s))
 
 
-def check_survivable(args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any) -> None:
+def check_survivable(args: MultimodalTrainingArguments, storage: Mapping[str, StorageSettings], dataset: Any) -> None:
     """Raises `ValueError` for the first thing with which a run could not go on when nodes are lost."""
-    refused = next(refusals(args, modules, dataset), None)
+    refused = next(refusals(args, storage, dataset), None)
     if refused is not None:
         raise ValueError(f"`resilience` can't be used with {refused}")
 
 
 def refusals(
-    args: MultimodalTrainingArguments, modules: Mapping[str, ModulePlugin], dataset: Any = None
+    args: MultimodalTrainingArguments, storage: Mapping[str, StorageSettings], dataset: Any = None
 ) -> Iterator[str]:
     """Each setting with which a run could not go on, with the reason and a remedy."""
     if _environment.launch_settings() is None:
@@ -160,8 +166,8 @@ def refusals(
             "this launcher, which ends all processes when one ends. Start the script with `hf-mmparallel launch`, "
             "which takes the flags of `accelerate launch`."
         )
-    for name, plugin in modules.items():
-        if plugin.storage.offload_params:
+    for name, of_module in storage.items():
+        if of_module.offload_params:
             yield f"`offload_params` of `{name}`: its layers can't move to other ranks. Leave it out."
     if args.memory_limit_gib == AUTO:
         yield "`memory_limit_gib='auto'`: limits are learned in the first steps of one plan. Give a number."
@@ -209,11 +215,11 @@ def state_transfers(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> l
 
 
 def _parts(spec: ModelSpec, placed: PlacedPlan) -> Mapping[str, Mapping[int, Slice]]:
-    """Parameter -> member -> all that it has of it."""
+    """Parameter -> member -> all that it updates of it."""
     return {
         name: {
             placed.members[rank]: Slice.on_rank(spec.parameters[name], shards, rank)
-            for rank in {rank for shard in shards.shards for rank in shard.holders}
+            for rank in {rank for shard in shards.shards for rank in shard.updaters}
         }
         for name, shards in parameter_shards(spec, placed.plan).items()
     }

@@ -22,7 +22,6 @@ from ..resilience.reconfiguration import TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, let_go, restore_state
 from ..runtime.optimizer_slices import settings_of
 from ..runtime.optimizers import prepare_optimizer
-from ..runtime.weight_placement import load_held
 from ..world import Membership, raise_on_all_ranks, track_activity
 from ..world.connections import end_collectives
 from .arguments import set_ranks
@@ -267,7 +266,7 @@ class Survival:
         """What this rank holds for the next layout; not gradients, which belong to a step that is done or repeated."""
         self.trainer.model.zero_grad()
         self.trainer.optimizer.zero_grad()
-        return held_parameters(self.trainer.model, self.run.prepared_optimizer)
+        return held_parameters(self.trainer.model, self.run.prepared_optimizer, self.trainer._engine.slices)
 
     def follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:
         """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
@@ -276,9 +275,9 @@ class Survival:
         assert self.recovery is not None
         self.run.saves.start_anew()
         set_ranks(trainer.world.rank, trainer.world.size, self.recovery.local_rank)
-        let_go(trainer.model, self.run.prepared_optimizer)
+        let_go(trainer.model, self.run.prepared_optimizer, held)
         held = {name: part.to(engine.device) for name, part in held.items()}  # what was received is in host memory
-        engine.change_plan(layout.plan, load_held({name: parameter.values for name, parameter in held.items()}))
+        engine.change_plan(layout.plan, {name: parameter.values for name, parameter in held.items()})
         optimizer = self.run.prepared_optimizer
         give_to_optimizer(optimizer, trainer.model, held)
         prepare_optimizer(optimizer, engine.holds_all_trained, trainer.world, engine.slices, engine.storage)

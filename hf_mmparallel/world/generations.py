@@ -41,6 +41,7 @@ class Generation:
     losses: tuple[Loss, ...] = ()  # members of the generation before that were lost
     joined: tuple[Member, ...] = ()  # members that were not in the generation before
     answered: tuple[int, ...] = ()  # ids of members that have let those in who waited, and wait for this generation
+    anew: str = ""  # why members of whom none was lost leave their collectives and meet again; empty if they need not
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -62,6 +63,7 @@ class Generation:
             tuple(Loss(**{**loss, "member": Member(**loss["member"])}) for loss in data["losses"]),
             _members(data["joined"]),
             tuple(data["answered"]),
+            data["anew"],
         )
 
 

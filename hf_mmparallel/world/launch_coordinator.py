@@ -33,6 +33,8 @@ class Coordinator:
         self._running: set[Member] = set()
         self._registered: set[Member] = set()  # they may be lost, until they finish
         self._finished: set[Member] = set()
+        self._stuck: dict[int, str] = {}  # id -> since when a process has waited for others in one activity, in words
+        self._anew = ""  # why the members have to meet anew
         self.is_over = False  # a process has trained to the end, and meets the others no more
         self.generation: Generation | None = None  # the newest; `None` until all launchers have reported their workers
         self.end: End | None = None  # `None` while processes run
@@ -57,12 +59,19 @@ class Coordinator:
             losses += [loss for loss in change if isinstance(loss, Loss)]
             joined += [member for member in change if isinstance(member, Member)]
         askers = tuple(event["id"] for event in events if event["kind"] == "accept")
-        if losses or joined or askers:
-            return self._next_generation(losses, joined, askers)
+        members = self.generation.members if self.generation else ()
+        if members and self._stuck.keys() >= {member.id for member in members}:
+            self._anew = f"all processes have waited for each other: {self._stuck[members[0].id]}"
+        anew, self._anew = self._anew if self._registered.issuperset(members) else "", ""
+        if losses or joined or askers or anew:
+            self._stuck.clear()
+            return self._next_generation(losses, joined, askers, "" if losses else anew)
         self._look_for_end()
         return None
 
-    def _next_generation(self, losses: list[Loss], joined: list[Member], askers: tuple[int, ...]) -> Generation | None:
+    def _next_generation(
+        self, losses: list[Loss], joined: list[Member], askers: tuple[int, ...], anew: str
+    ) -> Generation | None:
         before = self.generation
         lost = {loss.member for loss in losses}
         members = [member for member in (before.members if before else ()) if member not in lost]
@@ -71,7 +80,8 @@ class Coordinator:
         if not members:
             return None
         number = 0 if before is None else before.number + 1
-        self.generation = Generation(number, tuple(members), tuple(losses), tuple(joined) if before else (), askers)
+        newcomers = tuple(joined) if before else ()
+        self.generation = Generation(number, tuple(members), tuple(losses), newcomers, askers, anew)
         return self.generation
 
     def _look_for_end(self) -> None:
@@ -152,6 +162,22 @@ class Coordinator:
         self._fail(reason)
         return []
 
+    def _take_stuck(self, id: int, doing: str) -> list[Loss]:
+        """A process has waited for others for longer than any activity may take."""
+        self._stuck[id] = doing
+        return []
+
+    def _take_moves(self, id: int) -> list[Loss]:
+        """A process that was stuck goes on."""
+        self._stuck.pop(id, None)
+        return []
+
+    def _take_cut(self, id: int, generation: int) -> list[Loss]:
+        """A process has lost a connection in a generation none of whose members is known to be lost."""
+        if self.generation is not None and self.generation.number == generation:
+            self._anew = f"process {id} has lost a connection although all processes are alive"
+        return []
+
     def _take_accept(self, id: int) -> list[Member]:
         """The members let in the processes that wait, and wait for the next generation, with or without them."""
         joined = self.joinable
@@ -199,6 +225,11 @@ def loss_sentence(generation: Generation) -> str:
     ]
     others = f"the other {len(generation.members)} go on" if len(generation.members) > 1 else "the last one goes on"
     return f"lost {', '.join(parts)}; {others}"
+
+
+def anew_sentence(generation: Generation) -> str:
+    """One line about members that meet anew."""
+    return f"{generation.anew}; {len(generation.members)} meet anew and do the last work again"
 
 
 def join_sentence(generation: Generation) -> str:

@@ -42,6 +42,7 @@ class Standing:
         self._count, self._since = activity.count, time.monotonic()
         self._last = ("", 0.0)  # kind of activity at the last look, and for how long
         self._longest_s: dict[str, float] = {}  # by kind
+        self.is_void = False  # whether all wait for each other in the current activity, whose time says nothing
         self._steps: set[int] = set()
 
     def look(self, now: float) -> dict[str, Any]:
@@ -50,7 +51,9 @@ class Standing:
         if activity.count != self._count:
             self._count, self._since = activity.count, now
             kind, stood_s = self._last
-            self._longest_s[kind] = max(stood_s, self._longest_s.get(kind, 0.0))
+            if not self.is_void:
+                self._longest_s[kind] = max(stood_s, self._longest_s.get(kind, 0.0))
+            self.is_void = False
         if activity.step is not None:
             self._steps.add(activity.step)
         self._last = re.sub(r"\d+", "", str(activity.doing)), now - self._since
@@ -139,8 +142,8 @@ class Membership:
 
     @property
     def is_stale(self) -> bool:
-        """Whether members have been lost since the generation that this process works in."""
-        return bool(self.losses)
+        """Whether members have been lost, or meet anew, since the generation that this process works in."""
+        return bool(self.losses or self.anew)
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -148,6 +151,11 @@ class Membership:
         if self.generation is None:
             return ()
         return tuple(loss for generation in self._newer() for loss in generation.losses)
+
+    @property
+    def anew(self) -> str:
+        """Why members meet anew, since the generation that this process works in, although none was lost."""
+        return "" if self.generation is None else "; ".join(one.anew for one in self._newer() if one.anew)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -230,6 +238,11 @@ class Membership:
         """Lets in the processes that wait and have not died, with a next generation; for one member to call."""
         self._asks = True
         self._push({"kind": "accept", "id": self.id})
+
+    def ask_to_meet_anew(self) -> None:
+        """Asks for a next generation with the same members, after a connection was lost although all are alive."""
+        assert self.generation is not None
+        self._push({"kind": "cut", "id": self.id, "generation": self.newest.number})
 
     # From one generation to the next. For the main thread.
 
@@ -382,12 +395,13 @@ class Membership:
         if generation.number <= self.newest.number:
             return
         was_member = self.id in self.newest.ids
+        self._standing.is_void |= bool(generation.anew)
         with self._news:
             self._known.append(generation)
             self._news.notify_all()
         if was_member and self.id not in generation.ids and self._abort is not None:
             self._leave_at_once()
-        elif generation.losses and self._abort is not None and self.generation is not None:
+        elif (generation.losses or generation.anew) and self._abort is not None and self.generation is not None:
             threading.Thread(target=self._end_collectives, args=(generation.number,), daemon=True).start()
 
     def _end_collectives(self, number: int) -> None:
@@ -412,7 +426,7 @@ class Membership:
     def _end_once(self, number: int) -> None:
         with self._ending:
             abort = self._abort
-            if abort is not None and self._ended < number and (self.losses or self._error is not None):
+            if abort is not None and self._ended < number and (self.is_stale or self._error is not None):
                 self._ended = number
                 self._end_group_stores()
                 abort()

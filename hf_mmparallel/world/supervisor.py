@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from . import generations as keys
 from .generations import LEFT, Generation
-from .launch_coordinator import Coordinator, End, join_sentence, loss_sentence
+from .launch_coordinator import Coordinator, End, anew_sentence, join_sentence, loss_sentence
 from .running_job import Joining, publish_job, start_together
 
 # Connections of launchers to that of node 0, which carry nothing: they end with the process that holds them.
@@ -106,6 +106,7 @@ _CLOSING_S = 10.0  # time for launchers to tell each other of the end
 _LEAST_STALL_S = 900.0
 _STALL_FACTOR = 20.0  # of the longest activity of its kind
 _FIRST_STEPS = 2  # in which much is done for the first time
+_LEAVE_S = 60.0  # time for a worker to leave the collective in which all wait for each other
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Worker:
     sign_time: float = 0.0  # on the awake clock
     doomed: float | None = None  # when it was declared lost, on the awake clock
     step: int = 0  # of its last sign
+    stuck: float | None = None  # when it was found to have waited too long for others, on the awake clock
 
 
 class Supervisor:
@@ -198,6 +200,7 @@ class Supervisor:
         self._clock = AwakeClock()
         self._threads: list[threading.Thread] = []
         self._lost: dict[int, str] = {}  # id -> reason
+        self._met_anew = 0.0  # when processes that waited for each other last met anew, on the awake clock
         self._lifelines: Lifelines | None = None  # in node 0
         self._lifeline: Lifeline | None = None  # in others
         self._cut: dict[int, float] = {}  # launchers whose connection has ended, and when
@@ -323,9 +326,18 @@ class Supervisor:
                 kill_group(worker.process)
         elif hang and silence_s > hang:
             self._lose(worker, f"no sign of life for {silence_s:.1f} s, last at `{sign['doing']}`")
-        elif sign and not sign["waits"] and standing_s > self.limits.stall_limit_s(sign, self._signs()):
+        elif sign and standing_s > self.limits.stall_limit_s(sign, self._signs()):
             stack = sign["stack"].rstrip()
-            self._lose(worker, f"{standing_s:.1f} s in `{sign['doing']}`, with the stack\n{stack}\n")
+            where = f"{standing_s:.1f} s in `{sign['doing']}`"
+            has_met = worker.stuck is not None and worker.stuck < self._met_anew < now - _LEAVE_S
+            if has_met or not sign["waits"]:
+                self._lose(worker, f"{where}, with the stack\n{stack}\n")
+            elif worker.stuck is None:
+                worker.stuck = now
+                self._say({"kind": "stuck", "id": worker.id, "doing": where})
+        elif worker.stuck is not None:
+            worker.stuck = None
+            self._say({"kind": "moves", "id": worker.id})
 
     def _signs(self) -> list[dict[str, Any]]:
         return [worker.sign for worker in self.workers.values()]
@@ -411,6 +423,7 @@ class Supervisor:
             generation = Generation.from_json(store.get(keys.generation_key(known)))
             self._has_joined |= self.node in {member.node for member in generation.members}
             self._lost |= {loss.member.id: loss.reason for loss in generation.losses}
+            self._met_anew = self._clock.now if generation.anew else self._met_anew
             for worker in self.workers.values():
                 if worker.id in self._lost and worker.doomed is None:
                     worker.doomed = self._clock.now
@@ -480,6 +493,8 @@ class Supervisor:
             store.compare_set(keys.meeting_key(generation.number - 1), "", keys.ABANDONED)
         if generation.losses:
             announce(loss_sentence(generation))
+        if generation.anew:
+            announce(anew_sentence(generation))
         if generation.joined:
             announce(join_sentence(generation))
 

@@ -56,7 +56,7 @@ def test_gathers_and_sums_are_in_the_passes(zero_stage):
     tasks, inside = defaultdict(list), defaultdict(float)
     for span in simulation.spans:
         tasks[span.rank].append(span)
-    (transfers,) = {id(stage.transfers): stage.transfers for stage in cost.stages.values()}.values()
+    (transfers,) = {id(stage.passes.transfers): stage.passes.transfers for stage in cost.stages.values()}.values()
     for rank, own in tasks.items():
         for transfer in of_rank(simulation, rank):
             if transfer.start_ms < prediction.timeline.iteration_ms - 1e-9:

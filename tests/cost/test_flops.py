@@ -9,7 +9,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_mmparallel.cost import analytic_costs, layer_flops, model_flops
-from hf_mmparallel.cost.stage_times import attended_squares, trainable_share
+from hf_mmparallel.cost.layer_table import trainable_share
+from hf_mmparallel.cost.stage_times import attended_squares
 from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan

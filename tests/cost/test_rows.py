@@ -62,6 +62,10 @@ def test_the_cp_ranks_of_an_encoder_wait_for_the_one_with_most_images(count, cp_
     busiest = np.bincount(spread(np.full(count, 5), cp_size)).max()
     found = chunk_sizes(costs, plan, step, sizes)["vision", 0, 0, 0]
     assert np.array(found) / cp_size == pytest.approx([7 * busiest, 7**2 * busiest, 0])
+    halves = {**sizes.squares, "vision": sizes.squares["vision"] / 2}  # of windows, which are of two halves
+    windows = replace(sizes, squares=halves, items={"vision": np.array([count])})
+    in_windows = chunk_sizes(costs, plan, step, windows)["vision", 0, 0, 0]
+    assert np.array(in_windows) == pytest.approx(np.array(found) * [1, 0.5, 1])
     # rank by rank, a forward takes as long as that of the images of the busiest one, without a transfer
     alone = SampleSizes.of_sequences({"vision": [[7] * int(busiest)], LANGUAGE_MODEL: [[20]]})
     own = StepCost(costs, resolve_plan(costs.spec, {}), step, alone)(Task("fwd", "vision", 0, 0, 0))

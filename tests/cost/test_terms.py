@@ -11,8 +11,8 @@ from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import StepCost, analytic_costs, layer_table
 from hf_mmparallel.cost.collectives import all_gather, all_reduce
 from hf_mmparallel.cost.gradient_sums import optimizer_ms
+from hf_mmparallel.cost.layer_table import windowed_squares
 from hf_mmparallel.cost.layers import Engine
-from hf_mmparallel.cost.stage_times import windowed_squares
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan

@@ -37,7 +37,7 @@ def _on_four_ranks(folder: Path, plan: dict[str, Any]) -> tuple[list[float], dic
     return _train(4, str(folder / "four")), _run_page(folder, plan)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.distributed
 def test_losses_are_those_of_one_process_and_a_state_goes_on_elsewhere(tmp_path: Path):
     alone = _train(4, str(tmp_path / "alone"))

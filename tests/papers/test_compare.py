@@ -204,7 +204,7 @@ def test_one_layout_for_all():
         assert vision.layers == even_layers(LAYERS, vision.pp_size)
         assert candidate.num_ranks == NUM_RANKS
         assert bool(candidate.colocated_with) == (language.num_ranks == NUM_RANKS)
-    recomputed = {tuple(c.kind.checkpointing for c in own.estimates.values()) for own in found}
+    recomputed = {tuple(c.kind.activation_checkpointing for c in own.estimates.values()) for own in found}
     assert recomputed == {(False, False), (False, True)}  # a frozen encoder has nothing to recompute for
 
 

@@ -90,7 +90,9 @@ def test_the_closed_form_ranks_as_steps_do(arrangement):
     closed, simulated = [], []
     for own in space:
         sizes = {name: (c.dp_size, c.pp_size, c.kind.tp_size) for name, c in own.estimates.items()}
-        if set(sizes.values()) == {(2, 1, 1)} and not any(c.kind.checkpointing for c in own.estimates.values()):
+        if set(sizes.values()) == {(2, 1, 1)} and not any(
+            c.kind.activation_checkpointing for c in own.estimates.values()
+        ):
             planner = step_planner(problem, space.candidate(own))
             simulated.append(planner.predict_batch(problem.batches[0]).step_ms)
             closed.append(own.step_ms)
@@ -109,6 +111,7 @@ def test_cp_ranks_of_an_encoder_are_tried_up_to_the_images_of_a_sample():
 
     assert tried(images) == {1, 2, 4}
     assert tried(images, cp_size=3) == {3}
-    # squares that are those of windows don't tell how many images there are
-    assert tried(replace(images, in_windows=True)) == {1}
+    # squares that are those of windows don't tell how many images there are, but items do
+    windows = replace(images, squares={**images.squares, "vision": images.squares["vision"] / 4})
+    assert tried(replace(windows, items={"vision": np.full(16, 2)})) == {1, 2}
     assert tried(SampleSizes.uniform({"vision": 256, LANGUAGE_MODEL: 512}, 16)) == {1}

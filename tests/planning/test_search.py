@@ -240,9 +240,9 @@ def test_no_step_is_shorter_than_its_bound(ranks, batch, frozen, zero_stages, pa
 @pytest.mark.parametrize(
     ("case", "least"),
     [
-        (Case("-M", "float32", "h100", 32, 64, "4096"), 0.7),
-        # launches take longer than the work of short samples; they are not counted, as microbatches may be empty
-        deep(Case("SM", "bfloat16", "h100", 8, 32, "cocoqa", frozen=True), 0.65),
+        (Case("-M", "float32", "h100", 32, 64, "4096"), 0.85),
+        # microbatches of samples of unlike sizes may be empty, so that few launches and constants count
+        deep(Case("SM", "bfloat16", "h100", 8, 32, "cocoqa", frozen=True), 0.75),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from hf_mmparallel.cost import CostModel, analytic_costs
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes
 from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
+from hf_mmparallel.resilience.pipelines import layouts_of
 from tests.cost.models import PLAIN
 from tests.tiny import FAMILIES
 
@@ -50,4 +51,4 @@ def chain_of(
     """The chain of a model whose stages have one of these tensor-parallel sizes; by default that of its module."""
     costs = costs_of(family)
     tp_sizes = dict.fromkeys(costs.spec.modules, sizes) if sizes else None
-    return model_chain(costs, modules or {}, typical(costs.spec), memory_bytes, tp_sizes=tp_sizes)
+    return model_chain(costs, layouts_of(modules or {}), typical(costs.spec), memory_bytes, tp_sizes=tp_sizes)

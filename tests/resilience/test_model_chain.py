@@ -15,7 +15,7 @@ from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, StepPlan, check_plan
 from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
-from hf_mmparallel.resilience.pipelines import Pipeline, PipelineLayout, PipelinePlans
+from hf_mmparallel.resilience.pipelines import Pipeline, PipelinePlans
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
 from hf_mmparallel.schedule.kinds import WHOLE_PASSES
@@ -25,16 +25,17 @@ from tests.tiny import FAMILIES
 SETTINGS = {
     "plain": {},
     "recomputed": {LANGUAGE_MODEL: ModulePlugin(activation_checkpointing=True)},
+    "shared state": {name: ModulePlugin(zero_stage=1, shard_size=2) for name in ("vision", "audio", LANGUAGE_MODEL)},
     "tp": {name: ModulePlugin(tp_size=2) for name in ("vision", "audio", LANGUAGE_MODEL)},
 }
 
 
 def plan_of(chain: ModelChain, template: PipelineTemplate, copies: int = 1) -> ParallelPlan:
     """A plan of copies of one template."""
-    layout, count = PipelineLayout.of_template(chain, template), template.num_nodes
+    pipeline, count = Pipeline.of_template(chain, template), template.num_nodes
     node_size = sum(stage.num_ranks for stage in template.stages) // count
-    pipelines = [Pipeline(tuple(range(first, first + count)), layout) for first in range(0, copies * count, count)]
-    return PipelinePlans(chain, node_size, chain.microbatches.most * copies).of(pipelines).plan
+    plans = PipelinePlans(chain, node_size, chain.microbatches.most * copies * chain.copies)
+    return plans.consecutive([pipeline] * copies).plan
 
 
 def contiguous(chain: ModelChain, plan: ParallelPlan, num_samples: int) -> StepPlan:
@@ -142,9 +143,15 @@ def test_a_stage_without_gradients_leaves_room_for_the_copies_of_a_recovery() ->
     costs = costs.with_spec(replace(costs.spec, modules=frozen))
     num_bytes = 4 * sum(parameter.num_elements for parameter in costs.spec.parameters.values())
     small = TypicalMicrobatches(SampleSizes.uniform(dict.fromkeys(frozen, 1), 1))
+    on_host = replace(costs, device=replace(costs.device, name="cpu"))
     for limit, fits in ((1.9 * num_bytes, False), (2.1 * num_bytes, True)):
-        chain = model_chain(costs, {}, small, limit).chain
-        assert (np.asarray(chain.fits_in_flight)[0, 0, -1] > 0) == fits
+        for one in (costs, on_host):
+            chain = model_chain(one, {}, small, limit).chain
+            assert (np.asarray(chain.fits_in_flight)[0, 0, -1] > 0) == fits
+    # half of the model needs room for the window of the whole, and on the host for a second half
+    half = np.asarray(model_chain(costs, {}, small, 1.3 * num_bytes).chain.fits_in_flight)[0]
+    half_on_host = np.asarray(model_chain(on_host, {}, small, 1.3 * num_bytes).chain.fits_in_flight)[0]
+    assert (half_on_host >= half).all() and half_on_host.sum() > half.sum()
 
 
 def test_less_memory_the_state_of_two_stages_and_wider_activations_leave_room_for_fewer() -> None:
@@ -161,7 +168,9 @@ def test_less_memory_the_state_of_two_stages_and_wider_activations_leave_room_fo
 @pytest.mark.parametrize(
     ("setting", "sizes", "match"),
     [
-        (ModulePlugin(zero_stage=1), (), r"`zero_stage=1` of `language_model`.*`zero_stage=0`"),
+        (ModulePlugin(zero_stage=1), (), r"`zero_stage=1` of `language_model`.*`shard_size`, .*`zero_stage=0`"),
+        (ModulePlugin(zero_stage=1, shard_size=2), (1, 2), r"`zero_stage=1` of `language_model`.* one size"),
+        (ModulePlugin(cp_size=2, zero_stage=1, shard_size=3), (), r"among 3 copies.*`shard_size=2`"),
         (ModulePlugin(cp_size=2), (1, 2), r"`cp_size=2` of `language_model`.* one size"),
     ],
 )
@@ -182,7 +191,8 @@ def test_limits_are_those_of_the_memory_of_ranks(settings: str) -> None:
             template = PipelineTemplate(len(bounds), tuple(TemplateStage(bound, num_ranks, 1.0) for bound in bounds))
             plan, index = plan_of(free, template, copies=2), bounds.index((first, stop))
             key = (LANGUAGE_MODEL, 0, index)
-            step, samples = contiguous(free, plan, 32), free.microbatches.sizes.take(np.arange(32) % 4)
+            count = 16 * plan.modules[LANGUAGE_MODEL].dp_size
+            step, samples = contiguous(free, plan, count), free.microbatches.sizes.take(np.arange(count) % 4)
             for count in (1, 3):
                 memory = memory_per_rank(costs, plan, step, samples, {key: count})
                 needed = memory[plan.stage(*key).all_ranks[0]].total

@@ -74,7 +74,7 @@ def best_of_all_ms(planner: ResilientPlanner, num_nodes: int) -> float:
     for numbers in instantiations(num_nodes, counts, planner.failures + 1):
         sizes = [count for count, number in zip(counts, numbers, strict=True) for _ in range(number)]
         if len(sizes) <= planner.plans.num_microbatches:
-            plans.append(planner.plans.consecutive([planner.layout(size) for size in sizes[::-1]]))
+            plans.append(planner.plans.consecutive([planner.pipeline(size) for size in sizes[::-1]]))
     return min(map(planner.step_ms, plans))
 
 

@@ -21,11 +21,19 @@ from hf_mmparallel.plan import (
     Stage,
     check_plan,
     check_trained,
+    parameter_shards,
     resolve_plan,
     stage_parameters,
 )
 from hf_mmparallel.resilience.model_chain import model_chain
-from hf_mmparallel.resilience.pipelines import ClusterPlan, PipelinePlans, module_settings, tp_sizes_of
+from hf_mmparallel.resilience.pipelines import (
+    ClusterPlan,
+    PipelinePlans,
+    layouts_of,
+    layouts_of_plan,
+    on_ranks,
+    tp_sizes_of,
+)
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
@@ -36,17 +44,29 @@ from tests.resilience.models import MODELS, chain_of, costs_of, typical
 
 @cache
 def planner_of(
-    family: str, num_nodes: int, node_size: int, failures: int, sizes: tuple[int, ...] = (1,), limited: bool = False
+    family: str,
+    num_nodes: int,
+    node_size: int,
+    failures: int,
+    sizes: tuple[int, ...] = (1,),
+    limited: bool = False,
+    zero_stage: int = 0,
 ) -> ResilientPlanner:
-    """A planner; with limited memory a copy of the model needs several nodes."""
-    limit = memory_for_two_nodes(family, node_size, sizes) if limited else None
-    return ResilientPlanner(PipelinePlans(chain_of(family, {}, limit, sizes), node_size, 24), num_nodes, failures)
+    """
+    A planner; with limited memory a copy of the model needs several nodes; with a `zero_stage` two copies of a
+    pipeline share what belongs to the language model.
+    """
+    modules = {
+        LANGUAGE_MODEL: ModulePlugin(tp_size=sizes[0], zero_stage=zero_stage, shard_size=2 if zero_stage else None)
+    }
+    limit = memory_for_two_nodes(family, modules, node_size, sizes) if limited else None
+    return ResilientPlanner(PipelinePlans(chain_of(family, modules, limit, sizes), node_size, 24), num_nodes, failures)
 
 
-def memory_for_two_nodes(family: str, node_size: int, sizes: tuple[int, ...]) -> float:
+def memory_for_two_nodes(family: str, modules: dict, node_size: int, sizes: tuple[int, ...]) -> float:
     """Memory with which a copy of the model fits two nodes or three, but not one."""
     for limit in np.geomspace(1e8, 1e5, 40).tolist():
-        chain = chain_of(family, {}, limit, sizes).chain
+        chain = chain_of(family, modules, limit, sizes).chain
         if (fewest_nodes(chain, node_size, 3, 24) or 0) > 1:
             return limit
     raise AssertionError("no limit fits")
@@ -65,6 +85,8 @@ CLUSTERS = {
     "little memory, two encoders": ("qwen2_5_omni", 8, 1, 1, (1,), True),
     "little memory, tp": ("llama_tied", 9, 2, 1, (2,), True),
     "little memory, unlike tp": ("llava", 9, 2, 1, (1, 2), True),
+    "shared state": ("llava", 6, 4, 1, (1,), False, 3),
+    "little memory, shared state": ("llama_tied", 7, 2, 1, (1,), True, 3),
 }
 
 
@@ -78,21 +100,26 @@ def check(planner: ResilientPlanner, state: ClusterPlan) -> None:
     check_plan(state.plan, spec)
     check_trained(state.plan, spec)
     assert len(state.pipelines) >= planner.failures + 1
-    assert all(module.dp_size == len(state.pipelines) for module in state.plan.modules.values())
+    copies = planner.plans.chain.copies
+    assert all(module.dp_size == copies * len(state.pipelines) for module in state.plan.modules.values())
     assert sum(state.microbatches) == planner.plans.num_microbatches and min(state.microbatches) >= 1
-    layouts = [pipeline.layout for pipeline in state.pipelines]
-    paces = [one.fill_ms for one in layouts], [one.slowest_ms for one in layouts]
+    each = [pipeline for pipeline in state.pipelines for _ in range(copies)]
+    paces = [one.fill_ms for one in each], [one.slowest_ms for one in each]
     assert list(state.microbatches) == fastest_counts(*paces, planner.plans.num_microbatches)
     assert list(state.members) == members_of(state.nodes, size)
     assert state.plan.world_size == len(state.members)
     used: dict[int, set[int]] = {replica: set() for replica in range(len(state.pipelines))}
     for name, module in state.plan.modules.items():
         for replica, _, stage in module.stages():
-            used[replica] |= {state.members[rank] for rank in stage.all_ranks}
+            used[replica // copies] |= {state.members[rank] for rank in stage.all_ranks}
             trained = [p.trainable for p in stage_parameters(spec, name, stage)]
             assert (stage.trainable, stage.partly_frozen) == (any(trained), len(set(trained)) == 2)
             for tp_group in stage.mesh:
                 assert len({state.members[rank] // size for rank in tp_group}) == 1, "a tp group is on one node"
+    for name, shards in parameter_shards(spec, state.plan).items():
+        for shard in shards.shards:
+            nodes = {state.members[rank] // size for rank in shard.updaters}
+            assert len(nodes) >= planner.failures + 1, f"`{name}` is updated on more nodes than may fail"
     for replica, pipeline in enumerate(state.pipelines):
         assert used[replica] == set(members_of(pipeline.nodes, size)), "a pipeline has its nodes for itself"
 
@@ -197,7 +224,7 @@ def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes
             assert chosen.fewest <= single.fewest
             for left in range(single.fewest_guaranteed, num_nodes + 1):
                 ours, theirs = (
-                    min(of.plans.consecutive(list(map(of.layout, nodes))).step_ms for nodes in of._finalists(left))
+                    min(of.plans.consecutive(list(map(of.pipeline, nodes))).step_ms for nodes in of._finalists(left))
                     for of in (chosen, single)
                 )
                 assert ours <= theirs * (1 + 1e-9)  # in closed form, which chooses the templates
@@ -235,7 +262,7 @@ def test_a_plan_of_the_user_is_followed_by_its_own_sizes() -> None:
     plan = plan_of_ranks([[((n, n + 1), (0, 2)), ((n + 2,), (2, 3)), ((n + 3,), (3, 4))] for n in (0, 4, 8)])
     sizes = tp_sizes_of(plan)
     assert sizes == {LANGUAGE_MODEL: (1, 2)}
-    chain = model_chain(costs, module_settings(plan), typical(costs.spec), tp_sizes=sizes)
+    chain = model_chain(costs, layouts_of_plan(plan, 2), typical(costs.spec), tp_sizes=sizes)
     planner = ResilientPlanner(PipelinePlans(chain, 2, 36), 6, 1)
     state = planner.adopt(plan)
     after = planner.without(state, [1])
@@ -291,7 +318,9 @@ def adopted(vision: ModulePlugin, language: ModulePlugin, node_size: int, failur
     costs = costs_of("llava")
     plan = resolve_plan(costs.spec, {"vision": vision, LANGUAGE_MODEL: language}, None, "1f1b", 12)
     plan = more.pop("change", lambda same: same)(plan)
-    chain = model_chain(costs, more.pop("modules", module_settings(plan)), typical(costs.spec))
+    modules = more.pop("modules", None)
+    layouts = layouts_of_plan(plan, node_size) if modules is None else layouts_of(modules)
+    chain = model_chain(costs, layouts, typical(costs.spec))
     total = 12 * plan.modules[LANGUAGE_MODEL].dp_size
     planner = ResilientPlanner(PipelinePlans(chain, node_size, total, **more), plan.world_size // node_size, failures)
     state = planner.adopt(plan)
@@ -318,6 +347,15 @@ def swapped(plan: ParallelPlan) -> ParallelPlan:
     """The plan with the copies of the encoder in the other order."""
     vision = plan.modules["vision"]
     modules = {**plan.modules, "vision": replace(vision, replicas=vision.replicas[::-1])}
+    return replace(plan, modules=modules)
+
+
+def lopsided(plan: ParallelPlan) -> ParallelPlan:
+    """The plan of three copies with two of them on the first two nodes."""
+    modules = {
+        name: replace(module, replicas=on_ranks(module.replicas, (0, 1, 4, 2, 3, 5)))
+        for name, module in plan.modules.items()
+    }
     return replace(plan, modules=modules)
 
 
@@ -365,8 +403,18 @@ def test_a_plan_with_other_tp_groups_than_the_templates_is_adopted_and_followed(
     ("vision", "language", "node_size", "more", "match"),
     [
         (TWO, ModulePlugin(3), 1, {}, "`vision` 2, `language_model` 3"),
-        (TWO, TWO, 2, {}, "some of the 2 ranks of node 0"),
-        (TWO, WITH_VISION, 1, {"change": swapped}, "Replicas 0 and 1 .* node 0"),
+        (TWO, ModulePlugin(2, pp_size=3), 2, {}, "some of the 2 ranks of node 0"),
+        (TWO, TWO, 2, {}, "1 copies of the model on nodes of their own"),
+        (ModulePlugin(4, zero_stage=1), ModulePlugin(4, colocate_with="vision"), 2, {}, "all copies .*`shard_size=2`"),
+        (
+            ModulePlugin(2, zero_stage=1, shard_size=2),
+            WITH_VISION,
+            1,
+            {},
+            "2 copies .* `shard_size`, the copies on one",
+        ),
+        (ModulePlugin(3), WITH_VISION, 1, {"change": swapped}, "Replicas 0 and 2 .* node 0"),
+        (ModulePlugin(3), ModulePlugin(3), 2, {"change": lopsided}, "first 2 copies .* 3 copies"),
         (TWO, ModulePlugin(2, 2), 1, {"failures": 2, "change": regrouped}, "to survive 2 failures .* guarantee 1"),
         (TWO, ModulePlugin(2, cp_size=2), 1, {"modules": {}}, "`cp_size=2` in the plan, and `cp_size=1`"),
         (ModulePlugin(2, activation_checkpointing=True), TWO, 1, {"modules": {}}, "`vision` has other settings"),

@@ -38,7 +38,7 @@ def test_what_is_not_held_is_freed():
     weight = model.weight.detach().clone()
     held = held_parameters(model, optimizer)
     moment = held["weight"].state["exp_avg"].clone()
-    let_go(model, optimizer)
+    let_go(model, optimizer, held)
     assert model.weight.numel() == model.bias.numel() == 0 and not optimizer.state
     assert torch.equal(held["weight"].values, weight) and torch.equal(held["weight"].state["exp_avg"], moment)
     assert held["weight"].on_host == {"step", "exp_avg", "exp_avg_sq"}
@@ -58,7 +58,7 @@ def test_copies_in_float32_go_on_with_all_their_digits():
         parameter.grad_dtype, parameter.grad = torch.float32, torch.rand(parameter.shape)
     optimizer.step()
     held = held_parameters(model, optimizer)
-    let_go(model, optimizer)
+    let_go(model, optimizer, held)
     new = nn.Linear(4, 6, device="meta")
     for name, part in held.items():
         setattr(new, name, nn.Parameter(part.values))

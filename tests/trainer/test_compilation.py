@@ -40,8 +40,8 @@ def compiled_run(parallel: dict[str, Any], arguments: dict[str, Any]) -> tuple[r
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "tp 2 and stages, recomputed, packed"))
+@pytest.mark.deep
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_compiled_layout_equals_the_stock_trainer(name: str):
     world_size, parallel, arguments = LAYOUTS[name]
     sizes: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0, "per_device_eval_batch_size": 2}

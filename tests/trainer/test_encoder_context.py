@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import tiny
+from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 
 from . import runs
@@ -118,7 +119,15 @@ def train(cases: dict[str, Case]) -> dict[str, runs.Run]:
     return {name: runs.parallel_run(case[0], case[1], **arguments_of(case)) for name, case in cases.items()}
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, ON_TWO), (3, ON_THREE), (4, ON_FOUR)])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [
+        (2, ON_TWO),
+        (3, in_turn(ON_THREE, "images and frames of unlike sizes")),
+        (4, in_turn(ON_FOUR, "with the tokens, on the same ranks")),
+    ],
+    ids=["2", "3", "4"],
+)
 def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size: int, cases: dict[str, Case]):
     first = run_distributed(train, world_size, cases, timeout=280)[0]
     for name, case in cases.items():

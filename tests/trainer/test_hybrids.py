@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests import hybrids
-from tests.deep_cases import deep
+from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 
 from . import runs
@@ -19,14 +19,14 @@ TWO_STEPS: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
 AGAIN = {"activation_checkpointing": True}
 BESIDE = {"colocate_with": LM}
 VLM, MOE_VLM = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"
-# (class, layout on two ranks)
+# (class, layout on two ranks), of all the first on each change, the others in turn
 LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    (VLM, {VISION: {}, LM: {}}),
     (VLM, {VISION: {"dp_size": 2, "zero_stage": 3, **BESIDE}, LM: {"pp_size": 2, **AGAIN}}),
+    ("KimiLinearForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
+    (VLM, {VISION: {}, LM: {}}),
     (VLM, {VISION: {"tp_size": 2, **BESIDE}, LM: {"tp_size": 2}}),
     (MOE_VLM, {VISION: {"dp_size": 2, **BESIDE}, LM: {"dp_size": 2, "zero_stage": 3, **AGAIN}}),
     ("Qwen3NextForCausalLM", {LM: {"dp_size": 2, "zero_stage": 2}}),
-    ("KimiLinearForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
     ("BambaForCausalLM", {LM: {"dp_size": 2, "zero_stage": 1}}),
     ("FalconH1ForCausalLM", {"modules": {LM: {"pp_size": 2}}, "schedule": "zero_bubble"}),
     ("JambaForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3}}),
@@ -34,7 +34,7 @@ LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Lfm2ForCausalLM", {LM: {"tp_size": 2, **AGAIN}}),
 )
 CP = {"cp_size": 2}
-SHARED: tuple[tuple[str, dict[str, Any]], ...] = (  # the first four on each change
+SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
     (VLM, {VISION: {"tp_size": 2, **BESIDE}, LM: {**CP, "cp_block": 4, **AGAIN}}),
     ("BambaForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
     ("FalconH1ForCausalLM", {LM: {**CP, "cp_method": "zigzag", "cp_block": 4, **AGAIN}}),
@@ -78,21 +78,14 @@ def check(world_size: int, layouts: tuple[tuple[str, dict[str, Any]], ...]) -> N
         runs.assert_same_run(run, runs.stock(family, freeze=runs.frozen(layout), **words))
 
 
+def named(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, tuple[str, dict[str, Any]]]:
+    return {f"{name}, {layout}": (name, layout) for name, layout in layouts}
+
+
 @pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param(LAYOUTS[:4], id="Qwen"),
-        pytest.param(LAYOUTS[4:8], id="two kinds"),
-        pytest.param(LAYOUTS[8:], id="and others"),
-        pytest.param(SHARED[:4], id="rows of ranks"),
-        deep(SHARED[4:], id="rows of ranks, and others"),
-    ],
+    ("world_size", "layouts", "num_core"), [(2, LAYOUTS, 2), (2, SHARED, 2), (4, ON_FOUR, 0)], ids=["2", "cp 2", "4"]
 )
-def test_packed_rows_in_a_layout_equal_the_stock_trainer(layouts: Any):
-    check(2, layouts)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("layouts", [ON_FOUR[:3], ON_FOUR[3:]], ids=["that see", "of text"])
-def test_layouts_on_four_ranks_equal_the_stock_trainer(layouts: Any):
-    check(4, layouts)
+def test_packed_rows_in_a_layout_equal_the_stock_trainer(world_size: int, layouts: Any, num_core: int):
+    cases = in_turn(named(layouts), *[*named(layouts)][:num_core])
+    if cases:
+        check(world_size, tuple(cases.values()))

@@ -69,10 +69,15 @@ class Launcher:
     lossless: set[int] = field(default_factory=set)  # generations that members only join
     place: str = ""  # of the exceptions by which members are lost
     reasons: list[str] = field(default_factory=list)  # of this member, once it has left
+    num_asked: int = 0  # how often this member has asked all to meet anew
 
     @property
     def is_stale(self) -> bool:
         return self.newest.number > self.generation.number
+
+    @property
+    def anew(self) -> str:
+        return self.newest.anew if self.is_stale else ""
 
     @property
     def losses(self) -> tuple[Loss, ...]:
@@ -89,6 +94,17 @@ class Launcher:
         self.reports[number] = report
         if refuse:
             self.refuses.add(number)
+
+    def meet_anew(self) -> None:
+        """All are to meet anew, and nobody knows the last work to be done."""
+        number = self.newest.number + 1
+        self.newest = Generation(number, self.newest.members, anew="all wait for each other")
+        self.lossless.add(number)
+        self.reports[number] = (0, 0, 0.0)
+
+    def ask_to_meet_anew(self) -> None:
+        self.num_asked += 1
+        self.meet_anew()
 
     def register(self) -> None:
         pass
@@ -316,6 +332,40 @@ def test_an_exception_that_repeats_in_the_same_work_ends_the_run(case):
         case.recovery.run(lambda: case.lose(0, 0, 0.0))
     assert case.laid_out == [(0, 1), (0,)]
     assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_ranks_that_wait_for_each_other_meet_anew_once_and_the_second_time_end_the_run(case):
+    def hang() -> None:
+        case.launcher.meet_anew()
+        raise RuntimeError("Connection closed by peer")
+
+    tries = itertools.count()
+    assert case.recovery.run(lambda: next(tries) or hang()) == 1
+    (event,) = case.recovery.events
+    assert event.sentence.startswith("The ranks met anew (all wait for each other) after step 0. 3 ranks go on")
+    assert not event.lost and case.laid_out == [(0, 1, 2)]
+    with pytest.raises(RepeatedFailureError, match="all wait for each other"):
+        case.recovery.run(hang)
+    assert case.recovery.run(lambda: "saved") == "saved"
+
+
+def test_a_rank_that_loses_a_connection_although_nobody_died_meets_all_anew_and_ends_the_second_time(case):
+    def next_generation(timeout_s: float) -> Generation:
+        if not case.launcher.is_stale:
+            raise NoLossError("all are alive")
+        return case.launcher.newest
+
+    def cut() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    case.launcher.next_generation = next_generation
+    tries = itertools.count()
+    assert case.recovery.run(lambda: next(tries) or cut()) == 1
+    with pytest.raises(NoLossError):
+        case.recovery.run(cut)
+    assert case.launcher.num_asked == 1 and case.laid_out == [(0, 1, 2)]
+    assert case.recovery.commit(float) is not None, "in other work it may ask again"
+    assert not case.recovery._has_met_anew
 
 
 def _raised(error: Exception) -> Exception:

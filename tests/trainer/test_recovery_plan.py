@@ -15,7 +15,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, resolve_plan
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, parameter_shards, resolve_plan
 from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
@@ -94,6 +94,19 @@ def test_stages_have_any_size_that_the_settings_leave_open() -> None:
     assert all(module.activation_checkpointing for module in first.plan.modules.values())
     adopted = layouts.planner.adopt(first.plan)
     assert adopted.plan == first.plan and adopted.step_ms == pytest.approx(first.step_ms, rel=1e-6)
+
+
+def test_copies_that_share_optimizer_state_are_on_one_node() -> None:
+    settings = {"auto": True, "modules": {LANGUAGE_MODEL: {"zero_stage": 2, "shard_size": 2}}}
+    layouts = layouts_of(MultimodalParallelPlugin.from_any(settings))
+    assert layouts.planner.plans.chain.tp_sizes == {"vision": (1, 2), LANGUAGE_MODEL: (1,)}
+    first = layouts.planner.first()
+    shards = parameter_shards(layouts.planner.plans.chain.spec, first.plan)
+    cuts = {cut for one in shards.values() for shard in one.shards if (cut := shard.zero_cut) is not None}
+    assert {cut.num_slices for cut in cuts} == {2} and len(first.plan.modules["vision"].replicas) == 8
+    after = layouts.without(first, {3})
+    assert after.members == (0, 1, 4, 5, 6, 7) and not layouts.transfers(first, after)
+    assert layouts.planner.adopt(first.plan).plan == first.plan
 
 
 def test_stages_after_a_plan_of_the_user_have_its_sizes() -> None:

@@ -20,7 +20,7 @@ from benchmarks import chaos_runs as chaos
 from benchmarks import fake_trackers
 from benchmarks.chaos_runs import LAYOUTS, ROOT, ChaosRun, Death, Join, Reference, checkpoint_faults, faults
 from hf_mmparallel import MultimodalTrainingArguments
-from hf_mmparallel.plan import ModulePlugin
+from hf_mmparallel.plan import StorageSettings
 from hf_mmparallel.resilience.templates import check_guarantee
 from hf_mmparallel.trainer import recovery_plan
 from hf_mmparallel.trainer.engine_state import newest_checkpoint
@@ -49,8 +49,8 @@ def one_thread():
 
 
 @cache
-def reference(adapter: bool = False, best: bool = False) -> Reference:
-    return chaos.stock_run(adapter=adapter, best=best)
+def reference(adapter: bool = False, best: bool = False, own_rate: bool = False) -> Reference:
+    return chaos.stock_run(adapter=adapter, best=best, own_rate=own_rate)
 
 
 def _deaths(*words: str) -> list[Death]:
@@ -91,7 +91,6 @@ def test_losses_norms_and_weights_are_those_without_failures(
 
 # Layout, deaths, joins, who is lost and joins together, options
 JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
-    "after a loss": ("own ranks", ["1:2:forward:kill"], [Join(4)], [((1,), ()), ((), (4,))], []),
     "at the borders of epochs, and a loss between, with data workers and saves beside": (
         "two copies",
         ["1:7:norm:kill"],
@@ -113,6 +112,13 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
         [((3,), ()), ((), (8, 9))],
         [],
     ),
+    "a node of two copies that share optimizer state, after a loss of one, a module with a rate of its own": (
+        "shared state",
+        ["5:3:sum:kill"],
+        [Join(7, 2)],
+        [((5,), ()), ((), (6, 7))],
+        ["--own_rate"],
+    ),
     "LoRA, rank 0 dies as others join": (
         "own ranks",
         ["0:3:laying_out:kill"],
@@ -129,12 +135,13 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
 def test_processes_that_join_change_no_number(tmp_path: Path, case: str):
     layout, deaths, joins, expected, options = JOINS[case]
     run = _run(layout, tmp_path, deaths, *options, joins=joins)
-    assert not faults(run, LAYOUTS[layout], reference("--adapter" in options))
+    assert not faults(run, LAYOUTS[layout], reference("--adapter" in options, own_rate="--own_rate" in options))
     assert [(event["lost"], event["joined"]) for event in run.events] == expected
     assert all(f"hf-mmparallel launch: process{'es' if join.processes > 1 else ''} " in run.output for join in joins)
     assert (tmp_path / "run" / "recovery.png").is_file()
 
 
+@pytest.mark.deep
 @live
 def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
     deaths = ["1:2:forward:term", "0:6:norm:term"]  # the second one is the first rank, after the sums of its step
@@ -146,12 +153,27 @@ def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
     assert "Traceback" not in run.output
 
 
+@pytest.mark.deep
 @live
+@pytest.mark.deep
 def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     run = _run("two copies", tmp_path, ["1:5:optimizer:term"])
     assert run.returncode == 1 and not run.results
     assert "TooFewNodesError: " in run.output.rstrip().splitlines()[-1]
     assert (tmp_path / "run" / "checkpoint-6" / "trainer_state.json").is_file()
+
+
+@pytest.mark.deep
+@live
+@pytest.mark.deep
+def test_ranks_that_wait_for_each_other_meet_anew(tmp_path: Path):
+    """One waits for a message that nobody sends, in a step; no rank is lost, and nobody trains on another sample."""
+    layout = LAYOUTS["two copies"]
+    run = chaos.chaos_run(layout, _deaths("1:4:sum:hang"), tmp_path, TIMEOUT_S, flags=["--stall_timeout", "8"])
+    print(run.output[-8000:])
+    assert not faults(replace(run, strikes=[]), layout, reference())
+    (event,) = run.events
+    assert not event["lost"] and event["step"] == 3 and "waited for each other" in event["reasons"][0]
 
 
 @live
@@ -289,22 +311,22 @@ def _arguments(**values: Any) -> MultimodalTrainingArguments:
 
 
 @pytest.mark.parametrize(
-    ("values", "modules", "dataset", "name"),
+    ("values", "storage", "dataset", "name"),
     [
-        ({}, {"vision": ModulePlugin(offload_params=True)}, [], "`offload_params` of `vision`"),
+        ({}, {"vision": StorageSettings(offload_params=True)}, [], "`offload_params` of `vision`"),
         ({"memory_limit_gib": "auto"}, {}, [], "memory_limit_gib='auto'"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, {}, [], "use_seedable_sampler=False"),
         ({"train_sampling_strategy": "group_by_length"}, {}, [], "group_by_length"),
         ({}, {}, Stream(), "`Stream`"),
     ],
 )
-def test_what_a_run_could_not_go_on_with_is_refused(monkeypatch, values, modules, dataset, name):
+def test_what_a_run_could_not_go_on_with_is_refused(monkeypatch, values, storage, dataset, name):
     with pytest.raises(ValueError, match="hf-mmparallel launch"):  # by another launcher, nothing can
         check_survivable(_arguments(), {}, [])
     monkeypatch.setattr(recovery_plan._environment, "launch_settings", lambda: {"id": 0})
-    check_survivable(_arguments(), {"vision": ModulePlugin()}, [])
+    check_survivable(_arguments(), {"vision": StorageSettings()}, [])
     with pytest.raises(ValueError, match=name):
-        check_survivable(_arguments(**values), modules, dataset)
+        check_survivable(_arguments(**values), storage, dataset)
 
 
 @pytest.mark.parametrize("settings", [{"failures": 0}, {"failures": 1.5}, {"ranks_per_node": 0}, {"failure": 1}])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests import tiny
+from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 
 from . import runs
@@ -36,7 +37,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         LM: {"cp_size": 2, "cp_block": 8, "colocate_with": VISION},
     },
 }
-ADAPTED = ("ranks of their own", "ZeRO-3 of both", "copies beside tp 2")
+ADAPTED = {name: LAYOUTS[name] for name in ("ranks of their own", "ZeRO-3 of both", "copies beside tp 2")}
 
 
 def arguments() -> dict[str, Any]:
@@ -57,9 +58,9 @@ def adapted_run(layout: dict[str, Any], **others: Any) -> runs.Run:
     return runs.without_originals(runs.parallel_run(FAMILY, with_lora(layout), **arguments(), **others))
 
 
-def train() -> dict[str, runs.Run]:
-    results = {name: runs.parallel_run(FAMILY, layout, **arguments(), **IN_ORDER) for name, layout in LAYOUTS.items()}
-    return results | {f"{name}, LoRA": adapted_run(LAYOUTS[name], **IN_ORDER) for name in ADAPTED}
+def train(layouts: dict[str, Any], adapted: dict[str, Any]) -> dict[str, runs.Run]:
+    results = {name: runs.parallel_run(FAMILY, layout, **arguments(), **IN_ORDER) for name, layout in layouts.items()}
+    return results | {f"{name}, LoRA": adapted_run(layout, **IN_ORDER) for name, layout in adapted.items()}
 
 
 def alone() -> runs.Run:
@@ -69,11 +70,13 @@ def alone() -> runs.Run:
 
 
 def test_every_layout_equals_the_stock_trainer_where_images_are_missing():
-    first = run_distributed(train, 2, timeout=280)[0]
+    layouts = in_turn(LAYOUTS, "ZeRO-3 beside stages", "shared tokens")
+    adapted = in_turn(ADAPTED, "copies beside tp 2")
+    first = run_distributed(train, 2, layouts, adapted, timeout=280)[0]
     plain = runs.stock(FAMILY, **arguments())
-    for name in LAYOUTS:
+    for name in layouts:
         runs.assert_same_run(first[name], plain)
     one_process = run_distributed(alone, 1)[0]
     assert any("lora" in name for name in one_process.weights or {})
-    for name in ADAPTED:
+    for name in adapted:
         runs.assert_same_run(first[f"{name}, LoRA"], one_process)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_mmparallel.world.generations import Generation, Loss, Member
-from hf_mmparallel.world.launch_coordinator import Coordinator, End, join_sentence, loss_sentence
+from hf_mmparallel.world.launch_coordinator import Coordinator, End, anew_sentence, join_sentence, loss_sentence
 
 Event = dict[str, Any]
 
@@ -117,6 +117,33 @@ def test_a_loss_has_its_member_its_reason_and_its_time():
     generation = _started().take([_ended(1), _ended(2)])
     assert generation is not None
     assert "process 1 of node 0 (killed), process 2 of node 1 (killed)" in loss_sentence(generation)
+
+
+def _stuck(*ids: int) -> list[Event]:
+    return [{"kind": "stuck", "id": id, "doing": f"9 s in `sum` of {id}"} for id in ids]
+
+
+def test_members_that_all_wait_for_each_other_meet_anew():
+    coordinator = _started()
+    assert coordinator.take(_stuck(0, 1, 2)) is None
+    assert coordinator.take([{"kind": "moves", "id": 1}]) is None
+    assert coordinator.take(_stuck(3)) is None
+    generation = coordinator.take(_stuck(1))
+    assert generation is not None and generation.ids == (0, 1, 2, 3) and not generation.losses
+    assert "9 s in `sum` of 0" in generation.anew and generation.anew in anew_sentence(generation)
+    assert Generation.from_json(generation.to_json()) == generation
+    assert coordinator.take(_stuck(0)) is None, "they are waited for again"
+    assert _started(registered=False).take(_stuck(0, 1, 2, 3)) is None, "nobody could do anything again"
+
+
+def test_a_connection_that_is_lost_without_a_loss_lets_all_meet_anew_once():
+    coordinator = _started()
+    cut = [{"kind": "cut", "id": id, "generation": 0} for id in (1, 2)]
+    generation = coordinator.take(cut[:1])
+    assert generation is not None and generation.number == 1 and "process 1" in generation.anew
+    assert coordinator.take(cut[1:]) is None, "it has been there before it heard of the next generation"
+    generation = coordinator.take([{**cut[0], "generation": 1}, _ended(2)])
+    assert generation is not None and generation.losses and not generation.anew, "a loss explains it"
 
 
 @pytest.mark.parametrize("event", [_ended(2), SILENT], ids=["killed", "silent"])
