@@ -47,6 +47,7 @@ from hf_mmparallel import (
 from tests import tiny
 from tests.data import processors
 from tests.data.conversations import random_image
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 PACKED = {
@@ -114,7 +115,7 @@ def of_text(attention: str, folder: Path, peft_config: Any = None, **settings: A
     )
 
 
-@pytest.mark.parametrize("how", PACKED)
+@pytest.mark.parametrize("how", [deep(how, unless=how == "packing") for how in PACKED])
 def test_supervised_fine_tuning_with_packed_rows(how: str, tmp_path: Path) -> None:
     found, expected = (losses(of_text(attention, tmp_path, **PACKED[how])) for attention in ("bitfield", "sdpa"))
     assert len(found) == 3 and found == pytest.approx(expected, rel=1e-5)

@@ -182,7 +182,8 @@ def shard_size(candidate: Candidate) -> int:
     return max(layout.shard_size or layout.dp_size * layout.cp_size for layout in layouts)
 
 
-_TASKS_PER_RANK, _RANKS_PER_TASK = 2, 8  # what a plan takes besides: that is simulated, and that it is a slice of
+_TASKS_PER_PLAN, _TASKS_PER_RANK = 64, 2  # what a plan takes besides that is simulated
+_RANKS_PER_TASK = 8  # and of which a slice is
 _SLICE_MEMORY = 1.1  # tolerance of the memory limit for slices
 _KEPT_RATIO = 1.02  # ratio to the fastest step so far up to which predictions stay in memory
 _MAX_KEPT = 64  # number of arrangements, and of planners, that stay in memory
@@ -340,7 +341,7 @@ class Simulations:
         if step is None:
             step = planner.assign_samples(range(batch.num_samples), workloads)
             _keep(self._steps, key, step)
-        self.num_tasks += candidate.num_tasks + _TASKS_PER_RANK * candidate.num_ranks
+        self.num_tasks += _TASKS_PER_PLAN + candidate.num_tasks + _TASKS_PER_RANK * candidate.num_ranks
         return planner.predict(PlannedStep(step, batch, workloads))
 
 

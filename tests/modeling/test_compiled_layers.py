@@ -133,7 +133,7 @@ def streamed(recomputed: bool, compiles: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("recomputed", [deep(False), True])
-@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("compiles", [False, deep(True)])
 def test_weights_in_host_memory_reach_each_backward(recomputed: bool, compiles: bool, monkeypatch: pytest.MonkeyPatch):
     """The buffers have the weights of other layers by then, and a device can't compute on those of the host."""
     point_to = StreamedLayers._point_to

@@ -146,6 +146,7 @@ def train_adapters(layouts: list[dict[str, Any]]) -> list[runs.Run]:
     return [runs.parallel_run("qwen2_vl", layout, **arguments) for layout in layouts]
 
 
+@pytest.mark.deep
 def test_adapters_of_an_encoder_that_shares_out_its_images():
     shared = {VISION: {**CP2, **ADAPTED}, LM: {"dp_size": 2, "colocate_with": VISION}}
     (found,) = run_distributed(train_adapters, 2, [shared])[0]

@@ -129,7 +129,7 @@ CASES: dict[str, Any] = {
     "workers that stay": lambda: {**EPOCHS, "dataloader_num_workers": 2, "dataloader_persistent_workers": True},
     "no clipping": lambda: {"max_grad_norm": 0.0},
 }
-CORE = ("images at times", "early stopping", "a lower rate on a plateau", "a last batch that is not full")
+CORE = ("images at times", "early stopping", "a last batch that is not full")
 
 
 def run_cases(names: list[str]) -> dict[str, runs.Run]:

@@ -66,7 +66,6 @@ CORE = (
     "dp in groups, stage 2",
     "dp and tp, stage 3",
     "frozen tower, stage 3",
-    "tied, dp and pp, in groups, stage 1",
     "norms of heads and experts, stage 2",
 )
 
