@@ -94,9 +94,8 @@ class ModuleWork:
 
 def _counts(most: int) -> NDArray:
     """Ranges of numbers of chunks `[2, cases]` from 1 to `most`, wider the larger they are."""
-    doublings = max(most, 1).bit_length()
-    ends = np.unique(np.ceil(2.0 ** (np.arange(_COUNTS_PER_DOUBLING * doublings) / _COUNTS_PER_DOUBLING)))
-    ends = np.unique(np.minimum(ends, most)).astype(np.int64)
+    doubling, part = np.divmod(np.arange(_COUNTS_PER_DOUBLING * max(most, 1).bit_length()), _COUNTS_PER_DOUBLING)
+    ends = np.unique(np.minimum(np.left_shift(1, doubling) * (1 + part / _COUNTS_PER_DOUBLING), most).astype(np.int64))
     return np.stack([np.append(0, ends[:-1]) + 1, ends]) if most else np.zeros((2, 0), np.int64)
 
 

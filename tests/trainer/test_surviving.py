@@ -155,7 +155,6 @@ def test_ranks_that_are_asked_to_leave_do_so_between_two_steps(tmp_path: Path):
 
 @pytest.mark.deep
 @live
-@pytest.mark.deep
 def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
     run = _run("two copies", tmp_path, ["1:5:optimizer:term"])
     assert run.returncode == 1 and not run.results
@@ -165,7 +164,6 @@ def test_too_many_that_are_asked_to_leave_save_the_run(tmp_path: Path):
 
 @pytest.mark.deep
 @live
-@pytest.mark.deep
 def test_ranks_that_wait_for_each_other_meet_anew(tmp_path: Path):
     """One waits for a message that nobody sends, in a step; no rank is lost, and nobody trains on another sample."""
     layout = LAYOUTS["two copies"]
@@ -176,6 +174,7 @@ def test_ranks_that_wait_for_each_other_meet_anew(tmp_path: Path):
     assert not event["lost"] and event["step"] == 3 and "waited for each other" in event["reasons"][0]
 
 
+@pytest.mark.deep
 @live
 def test_a_job_that_could_not_go_on_is_started_again_from_its_last_checkpoint(tmp_path: Path):
     """One of two ranks, each on a host, dies, the other saves step 6; then both die before the next one is due."""
