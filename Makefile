@@ -123,6 +123,7 @@ bench: $(INSTALLED) ## speed against the stock Trainer, error of predictions
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/search_quality.py
 	$(BIN)/python benchmarks/placements.py
+	$(BIN)/python benchmarks/disttrain.py --trained projectors encoder "language model" generator
 	$(BIN)/python benchmarks/published_runs.py
 	$(BIN)/python benchmarks/calibration.py
 	$(BIN)/python benchmarks/sizes_at_scale.py

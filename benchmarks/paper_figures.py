@@ -174,6 +174,9 @@ def quotes_of_papers() -> Iterator[str]:
         yield f"{max(values):.4f} times the mean at most"
     gains = [placement_gain(name) for name in ("shared ranks", "own ranks")]
     yield f"up to {gains[0]} % more on shared ranks and up to {gains[1]} % more on ranks of their own"
+    ratios = [disttrain_gains(name) for name in ("single layout", "DistTrain")]
+    yield f"one layout for all modules takes {ratios[0]} times our step, DistTrain's allocation {ratios[1]} times"
+    yield f"one layout takes {disttrain_gains('single layout', 'DistTrain')} times the step of DistTrain's allocation"
     modelled = result("simulator_error")["modelled"]["median_error"]
     yield f"modelled tasks on 4 and 8 ranks differ by {percent(modelled)} %"
 
@@ -199,7 +202,31 @@ def placement_gain(name: str) -> str:
     return percent(max(gains))
 
 
+OTHERS_OF_DISTTRAIN = ("DistTrain", "single layout", "ratio-based")
+
+
+def disttrain() -> str:
+    """MFU of the planner's plans and DistTrain's, and step times of all methods over the planner's."""
+    rows = []
+    for case in result("disttrain")["cases"]:
+        plans, ours = case["plans"], case["plans"]["ours"]
+        found = [plans.get(name) for name in OTHERS_OF_DISTTRAIN]
+        ratios = " | ".join("-" if row is None else f"{row['step_ms'] / ours['step_ms']:.2f}" for row in found)
+        mfu = " | ".join("-" if row is None else f"{100 * row['mfu']:.1f} %" for row in (ours, found[0]))
+        rows.append(f"| {case['model']} | {case['trained']} | {mfu} | {ratios} |")
+    heads = " | ".join(f"{name} / ours" for name in OTHERS_OF_DISTTRAIN)
+    return table(f"| model | trained | our MFU | DistTrain's | {heads} |", rows)
+
+
+def disttrain_gains(name: str, over: str = "ours") -> str:
+    """Range of step times of a method over those of another one."""
+    cases = [case["plans"] for case in result("disttrain")["cases"] if {name, over} <= case["plans"].keys()]
+    ratios = [plans[name]["step_ms"] / plans[over]["step_ms"] for plans in cases]
+    return spread(ratios, "{:.2f}".format)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "disttrain": disttrain,
     "papers_arrangement": papers_arrangement,
     "papers_masks": papers_masks,
     "placements": placements,

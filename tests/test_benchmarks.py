@@ -214,6 +214,14 @@ def test_placements_have_the_best_plan_of_each_kind(tmp_path):
         assert case["gains"]["own ranks"] == pytest.approx(one["step_ms"] / own["step_ms"] - 1)
 
 
+def test_disttrain_simulates_all_methods_on_the_same_batches(tmp_path):
+    cases = _quick("disttrain", tmp_path)["cases"]
+    assert [case["trained"] for case in cases] == ["all", "generator"]
+    for case in cases:
+        assert set(case["plans"]) == {"ours", "DistTrain", "single layout", "ratio-based"}
+        assert all(plan["step_ms"] > 0 and 0 < plan["mfu"] < 1 for plan in case["plans"].values())
+
+
 def test_calibration_judges_plans_that_were_not_fitted(tmp_path):
     result = _quick("calibration", tmp_path)
     fitted, *judged = result["plans"]
