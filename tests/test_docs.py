@@ -126,7 +126,7 @@ def _check_command(line: str, words: list[str], monkeypatch: pytest.MonkeyPatch)
         _check_install(rest)
     elif program == "hf-mmparallel":
         build_parser().parse_args(rest)
-    elif program == "python" and re.search(r"train\w*\.py$", rest[0]):
+    elif program == "python" and re.search(r"\btrain\w*\.py$", rest[0]):
         _arguments(*rest[:1], rest[1:])
     elif program == "python":
         _parse_only(*rest[:1], rest[1:], monkeypatch)
