@@ -165,7 +165,7 @@ def main() -> MultimodalParallelTrainer:
         train_dataset=DigitTasks("train"),
         data_collator=PretokenizedCollator(IDS["<pad>"]),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.create_model_card(model_name="digits-any-to-any", dataset="scikit-learn digits")
     model = trainer.gather_model()

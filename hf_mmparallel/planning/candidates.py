@@ -220,7 +220,7 @@ class CandidateSpace:
         # the fastest ones, the fastest ones that are estimated to fit, and both of each family
         if len(combined) > _MAX_ENUMERATED:
             fits = memory_bytes <= (np.inf if limit is None else limit)
-            fastest = np.argsort(step_ms, kind="stable")[:_MAX_CANDIDATES]
+            fastest = best_per_group(np.zeros(len(combined), np.int64), step_ms, _MAX_CANDIDATES)
             fitting = best_per_group(fits.astype(int), step_ms, _MAX_CANDIDATES)
             family = best_per_group(2 * combined.family + fits, step_ms, 1)
             chosen = np.unique(np.concatenate([fastest, fitting, family]))

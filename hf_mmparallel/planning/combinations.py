@@ -14,6 +14,7 @@ from .options import ModuleOptions, ParallelConfig, once
 _MAX_COMBINATIONS = 4096  # above which only the best ones per number of ranks are combined with a third module
 _MAX_PER_RANK_COUNT = 32  # combinations per number of ranks
 _MAX_PAIRS = 1 << 22
+_MAX_CELLS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -240,8 +241,10 @@ class Combinations:
         score = self.warm_up_ms + weight * self.slowest_stage_ms
         groups = self.num_ranks, self.num_ranks * (self.family.max() + 1) + self.family
         limits = (_MAX_PER_RANK_COUNT, 1)
-        fastest = [best_per_group(group, score, count) for group, count in zip(groups, limits, strict=True)]
-        return self.keep(np.union1d(*fastest))
+        is_kept = np.zeros(len(self), bool)
+        for group, count in zip(groups, limits, strict=True):
+            is_kept[best_per_group(group, score, count)] = True
+        return self.keep(np.flatnonzero(is_kept))
 
 
 def _joined_family(left: Combinations, right: Combinations) -> NDArray:
@@ -260,12 +263,30 @@ def _equal_pairs(keys: NDArray, others: NDArray) -> tuple[NDArray, NDArray]:
 
 def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
     """Indices of at most `count` smallest scores of each group; both arrays are `[n]`."""
-    order = np.lexsort((score, group))
+    few = _below_bounds(group, score, count)
+    order = few[np.lexsort((score[few], group[few]))]
     ordered = group[order]
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
     lengths = np.diff(np.append(starts, len(ordered)))
     rank = np.arange(len(ordered)) - np.repeat(starts, lengths)
     return order[rank < count]
+
+
+def _below_bounds(group: NDArray, score: NDArray, count: int) -> NDArray:
+    """Indices, in order, of all scores that may be among the `count` smallest of their group, found without a sort."""
+    num_cells = count * (int(group.max(initial=0)) + 1)
+    if num_cells > _MAX_CELLS:
+        return np.arange(len(group))
+    # A group dealt to `count` parts has a score in each that is at most the largest of the parts' smallest ones.
+    part = group if count == 1 else count * group + np.arange(len(group)) % count
+    smallest = np.full(num_cells, np.inf)
+    np.minimum.at(smallest, part, score)
+    few = np.flatnonzero(score <= smallest.reshape(-1, count).max(axis=1)[group])
+    if count > 1:
+        return few
+    first = np.full(num_cells, -1)
+    first[group[few[::-1]]] = few[::-1]  # of equal scores the first one, which is assigned last
+    return first[first >= 0]
 
 
 def side_by_side(modules: Sequence[Combinations], weight: float, limit: int) -> Combinations:
