@@ -110,14 +110,14 @@ def _discover_encoders(
     entries: dict[str, dict[str, Any]] = {}
     tokenizers: list[str] = []
     for modality, name in ENCODER_OF_MODALITY.items():
-        owner = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
+        owner: Any = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
         token_id = placeholder_token(model.config, modality)
         if owner is None or token_id is None:
             continue
         tower = model.get_encoder(modality=modality)
         if tower is None:  # a configuration without this encoder (Gemma 4 without audio)
             continue
-        method: Any = getattr(owner, f"get_{modality}_features")
+        method = getattr(owner, f"get_{modality}_features")
         if tower is model or tower is base or tower is decoder:
             used = _attributes_used(type(owner), [method.__func__])
             if "get_input_embeddings" in used:
