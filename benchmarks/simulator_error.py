@@ -217,6 +217,7 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     predicted = simulate(layout, step, costs.__getitem__, travel_ms, order_cost=default_cost)
     return {
         "case": case.name,
+        "generator": "image" in case.modules,
         "message_ms": travel_ms,
         "predicted_ms": predicted.iteration_ms,
         "bubble_fraction": predicted.bubble_fraction,

@@ -260,6 +260,9 @@ class DiffusionGenerator(Generator):
                 module.get_buffer(key).copy_(fresh.get_buffer(key))
 
 
+TARGETS = (CodeGenerator.targets, DiffusionGenerator.targets)
+
+
 def is_flow(scheduler: Any) -> bool:
     """Whether a scheduler goes straight from latents to noise (flow matching)."""
     return "FlowMatch" in type(scheduler).__name__

@@ -565,6 +565,12 @@ def check_causal(model: PreTrainedModel) -> None:
             f"`{type(model).__name__}` has no language-model head, so it has no next-token loss. Set `architectures` "
             f"in its `config.json` to the model class with a head. {_OTHERWISE} {_COMPOSE}."
         )
+    part = _part_with_a_loss(model)
+    if part:
+        raise ValueError(
+            f"`{type(model).__name__}` has `{part}` with a loss of its own, but `parallel` supports the next-token "
+            "loss only. Train it without `parallel`."
+        )
     if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
         remedy = (
             "Set `is_decoder=True` for a causal one, or train"
@@ -586,6 +592,16 @@ def check_causal(model: PreTrainedModel) -> None:
 def _has_head(model: PreTrainedModel) -> bool:
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return any(part.get_output_embeddings() is not None for part in parts)
+
+
+def _part_with_a_loss(model: PreTrainedModel) -> str:
+    """Names a part with a loss that is not around the decoder, such as a decoder of codebooks; empty without one."""
+    decoder = model.get_decoder()
+    for name, part in model.named_modules():
+        has_loss = isinstance(part, PreTrainedModel) and "labels" in inspect.signature(part.forward).parameters
+        if has_loss and not any(module is decoder for module in part.modules()):
+            return name
+    return ""
 
 
 def _own_loss(model: PreTrainedModel) -> str:

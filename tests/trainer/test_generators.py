@@ -13,7 +13,7 @@ from hf_mmparallel.plan.resolve import resolve_plan
 from tests import any_to_any as cases
 from tests.any_to_any import IMAGE, LM, VISION
 from tests.deep_cases import in_turn
-from tests.distributed import run_distributed
+from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
@@ -165,6 +165,19 @@ def test_the_losses_of_modules_are_logged_and_batches_are_added_up():
     stock = runs.stock_trainer(**words(("codes",)), per_device_train_batch_size=2, gradient_accumulation_steps=4)
     with pytest.raises(ValueError, match="num_generator_targets"):
         stock.train()
+
+
+def without_tokens() -> None:
+    """A run in which a sample has targets of a generator, but none of its placeholders."""
+    model, data = cases.compose("codes"), cases.make_dataset("codes")
+    for sample in data:
+        kept = sample["input_ids"] != cases.DRAWN_TOKEN
+        sample |= {name: sample[name][kept] for name in ("input_ids", "labels", "attention_mask")}
+    runs.make_trainer("llava", {IMAGE: ON_VISION}, model=model, data=data, **SHORT).train()
+
+
+def test_targets_without_placeholders_are_refused():
+    assert_ranks_raise(without_tokens, 2, match="placeholders of generator `image`")
 
 
 @pytest.mark.parametrize("setting", ["pp_size", "tp_size", "zero_stage"])

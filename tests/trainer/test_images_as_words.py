@@ -130,3 +130,10 @@ def test_the_tokenizer_of_images_is_before_the_layers_of_the_language_model():
         assert {p.layer for p in spec.modules[LM].parameters if "vqmodel" in p.name} == {-1}
     with pytest.raises(ValueError, match="BatchNorm3d"):  # the words of an image depend on the others in the batch
         check_model(emu3_with_its_tokenizer())
+
+
+def test_a_decoder_of_codebooks_with_a_loss_of_its_own_is_refused():
+    with torch.device("meta"):
+        model = hf.CsmForConditionalGeneration(hf.CsmConfig())
+    with pytest.raises(ValueError, match="`depth_decoder` with a loss of its own"):
+        check_model(model)
