@@ -57,6 +57,10 @@ class Generator(nn.Module):
         """How often a row is multiplied with each matrix of the tower, where that is not once."""
         return {}
 
+    def blank_targets(self, num_items: int) -> Tensor | None:
+        """Targets of so many items, without values; `None` where the tower's config does not say their size."""
+        raise NotImplementedError
+
     def loss(self, rows: Tensor, **inputs: Any) -> Tensor:
         """
         Returns the loss summed over all targets of a batch, float32.
@@ -123,6 +127,9 @@ class CodeGenerator(Generator):
         codes = inputs.get(self.entries[0])
         return 0 if codes is None else int((codes != IGNORE_INDEX).sum())
 
+    def blank_targets(self, num_items: int) -> Tensor | None:
+        return torch.zeros(num_items, self.settings.num_tokens, self.settings.num_codebooks, dtype=torch.int64)
+
     def logits(self, condition: Tensor) -> Tensor:
         """Logits of the codes of some items, `(items, num_tokens, num_codebooks, num_codes)`."""
         hidden = self.tower(inputs_embeds=condition, **self._options).last_hidden_state
@@ -169,6 +176,13 @@ class DiffusionGenerator(Generator):
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         latents = inputs.get(self.entries[0])
         return 0 if latents is None else latents.numel()
+
+    def blank_targets(self, num_items: int) -> Tensor | None:
+        config: Any = self.tower.config
+        size, channels = config.get("sample_size"), config.get("in_channels")
+        if size is None or channels is None:
+            return None
+        return torch.zeros(num_items, channels, *((size, size) if isinstance(size, int) else size))
 
     def predict(self, noisy: Tensor, steps: Tensor, condition: Tensor) -> Tensor:
         """Runs the model on noisy latents `(items, ...)` at time steps `(items,)`."""
@@ -229,13 +243,11 @@ class DiffusionGenerator(Generator):
         of the size in the tower's config; empty if it has none. Attention is counted with the matrices around it.
         """
         tower: Any = self.tower
-        size, channels = tower.config.get("sample_size"), tower.config.get("in_channels")
-        if size is None or channels is None:
+        latents = self.blank_targets(1)
+        if latents is None:
             return {}
-        sides = (size, size) if isinstance(size, int) else tuple(size)
         condition = torch.empty(1, self.settings.num_tokens, self.width, device="meta", dtype=tower.dtype)
-        latents = torch.empty(1, channels, *sides, device="meta", dtype=tower.dtype)
-        inputs = {self._sample_argument: latents, "encoder_hidden_states": condition}
+        inputs = {self._sample_argument: latents.to("meta", tower.dtype), "encoder_hidden_states": condition}
         with FlopCounterMode(display=False) as counter:
             meta_forward(tower, timestep=torch.zeros(1, device="meta"), **inputs, return_dict=False)
         counted = {name: sum(own.values()) for name, own in counter.get_flop_counts().items()}
@@ -273,7 +285,8 @@ def scheduler_of(config: Mapping[str, Any]) -> Any:
     import diffusers
 
     values = {"_class_name": "DDPMScheduler", **config}
-    return getattr(diffusers, values["_class_name"]).from_config(values)
+    with torch.device("cpu"):  # its tables have values also where the model is built without weights
+        return getattr(diffusers, values["_class_name"]).from_config(values)
 
 
 def condition_width(name: str, tower: nn.Module) -> int:
