@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -107,6 +109,20 @@ def test_the_parameters_of_a_generator_are_a_module_behind_the_language_model(ki
     assert module.is_chain == (kind == "codes")
     frozen = module.with_frozen("tower").parameters
     assert {parameter.name.split(".")[2] for parameter in frozen if parameter.trainable} == set(layers)
+
+
+_READ = """
+import sys
+from hf_mmparallel.modeling.loading import build_on_meta
+sys.stdout.write(type(build_on_meta(sys.argv[1])).__name__)
+"""
+
+
+def test_a_folder_is_read_where_nothing_else_was_imported(tmp_path):
+    cases.compose("unet").save_pretrained(tmp_path)
+    command = [sys.executable, "-c", _READ, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert result.stdout == "MultimodalModel"
 
 
 def without_tokens(batch: dict) -> dict:
