@@ -225,6 +225,7 @@ class AnalyticLayers:
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         # the product of each matrix, and the addition to its gradient
         weight_launch_ms = 2 * len(LayerShape.of(module_spec, uses).matrices) * self.device.launch_us / 1e3
+        travels = self._travels(module_spec, uses, tp_size) if inside else Polynomial()
         return LayerCost(
             forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms),
             data_gradient=Polynomial(
@@ -236,6 +237,7 @@ class AnalyticLayers:
             launch_ms=(launch_ms, launch_ms),
             weight_launch_ms=min(launch_ms, weight_launch_ms),
             sums=self._sums(module_spec, uses, index, tp_size, products_ms),
+            travels=(travels, travels),
         )
 
     def _products_ms(
@@ -282,9 +284,8 @@ class AnalyticLayers:
         ranks = range(self.first_rank, self.first_rank + tp_size)
         hidden, inside = module_spec.hidden_size * self.value_bytes, 0 <= index < module_spec.num_layers
         one = all_reduce(self.device, ranks).of_tokens(hidden)
-        travels = self._travels(module_spec, uses, tp_size) if inside else Polynomial()
         if tp_size == 1:
-            return travels, travels
+            return Polynomial(), Polynomial()
         gather = all_gather(self.device, ranks).of_tokens(hidden)
         if not inside:
             # rows that the ranks share are joined behind the layers, and their gradients before these
@@ -303,7 +304,7 @@ class AnalyticLayers:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         # outputs of the last matrix of each block, and the gradient of what its other matrices read
         split = sum(len(group) > 1 for group in shape.feed_forwards) + is_split(shape.attention)
-        return one * split + travels, one * split + travels
+        return one * split, one * split
 
     def _travels(self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], tp_size: int) -> Polynomial:
         """Milliseconds in which tokens travel to experts and back, evenly over these."""
