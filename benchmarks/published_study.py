@@ -133,7 +133,8 @@ class Study:
         known = {name: value for name, value in self.data["engine"].items() if name not in of_model}
         if "message_gb_per_s" in known:
             known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
-        return Engine(**{"wide_sums": False, "early_sums": False, **known})
+        in_place = {"sums_in_place": known.get("fused", False)}
+        return Engine(**{"wide_sums": False, "early_sums": False, **in_place, **known})
 
     @property
     def has_sharded_optimizer(self) -> bool:
@@ -227,7 +228,9 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
             device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
         )
     fused = run.values.get("fused")
-    engine = study.engine if fused is None else replace(study.engine, fused=fused, fused_loss=fused)
+    engine = (
+        study.engine if fused is None else replace(study.engine, fused=fused, sums_in_place=fused, fused_loss=fused)
+    )
     kernels = study.data.get("kernels", {})
     engine = replace(
         engine,

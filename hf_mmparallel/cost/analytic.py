@@ -214,7 +214,7 @@ class AnalyticLayers:
         computed = {**shares, **dict.fromkeys(_shared_experts(module_spec, uses), 1.0 / tp_size)}
         products_ms = self._products_ms(module_spec, uses, index, computed, precision)
         attention_ms = self._attention_ms(module_spec, uses, precision, tp_size) if inside else 0.0
-        moved = _weight_bytes(uses, shares, precision, self.engine.fused)
+        moved = _weight_bytes(uses, shares, precision, self.engine.sums_in_place)
         work = layer_elementwise(module_spec, uses, index, precision, shares, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
@@ -336,7 +336,7 @@ def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
 
 
 def _weight_bytes(
-    uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, fused: bool
+    uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, in_place: bool
 ) -> tuple[float, float]:
     """Bytes of the matrices that a rank reads, and of their gradients that it writes."""
     read = written = 0.0
@@ -349,7 +349,7 @@ def _weight_bytes(
         if use.multiplies or p.is_lookup:
             narrow = min(stored, precision.compute)
             # written in the compute dtype and then accumulated in float32, or accumulated by the product itself
-            written += elements * (narrow if fused else 2 * narrow + 2 * FULL)
+            written += elements * (narrow if in_place else 2 * narrow + 2 * FULL)
     return read, written
 
 

@@ -17,9 +17,9 @@ from .devices import Hardware
 class Engine:
     """How layers run. The defaults describe hf_mmparallel; others validate the cost model on published runs."""
 
-    # norms, rotary embeddings and activation functions are one kernel each (`torch.compile` or custom kernels), and
-    # matrix products accumulate gradients in place
+    # norms, rotary embeddings and activation functions are one kernel each (`torch_compile`, `use_liger_kernel`)
     fused: bool = False
+    sums_in_place: bool = False  # matrix products add to gradients themselves
     fused_loss: bool = False
     attention_share: float = 1.0  # speed of its attention kernels over those of the device's `attention_efficiency`
     hidden_sums: bool = False  # tensor-parallel collectives overlap with matrix products
@@ -39,6 +39,7 @@ class Engine:
 
 
 OURS = Engine()
+OURS_FUSED = Engine(fused=True)  # with `torch_compile` or `use_liger_kernel`
 
 
 BYTES_PER_VALUE = 2

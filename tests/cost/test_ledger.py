@@ -28,7 +28,9 @@ def drawn(spec: ModelSpec, count: int = 16) -> SampleSizes:
     return SampleSizes.of_sequences({name: [[int(n)] for n in own] for name, own in lengths.items()})
 
 
-def predicted(spec: ModelSpec, device: Hardware, sizes: SampleSizes, microbatch_size: int = 1, **plugins: ModulePlugin):
+def predicted(
+    spec: ModelSpec, device: Hardware, sizes: SampleSizes, microbatch_size: int = 1, **plugins: ModulePlugin
+):
     """A prediction, and its ledger."""
     plan, costs = resolve_plan(spec, plugins), analytic_costs(spec, device)
     groups = sync_groups(spec, plan)
