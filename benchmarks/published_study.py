@@ -104,7 +104,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        sizes = " ".join(f"{key} {self.values[key]}" for key in ("dp", "tp", "pp", "cp") if self.values[key] > 1)
+        sizes = " ".join(
+            f"{key} {self.values[key]}" for key in ("dp", "tp", "pp", "vp", "cp", "ep") if self.values[key] > 1
+        )
         words = [self.model, f"{self.gpus} GPUs", sizes, f"microbatch {self.microbatch}", f"sequence {self.seq_len}"]
         words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
         words += ["compiled"] if self.values.get("fused") else []
@@ -163,6 +165,8 @@ class Study:
             "tp": 1,
             "pp": 1,
             "cp": 1,
+            "ep": 1,
+            "vp": 1,
             "dp": 0,
             "recompute": "none",
             "lora": False,
@@ -198,7 +202,8 @@ def published_model(study_key: str, model: str, lora: bool = False) -> ModelSpec
     whole: Any = build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16)
     if lora:
         with torch.device("meta"):
-            whole = get_peft_model(whole, LoraConfig(**study.data["lora"]))
+            # adapters compute in the dtype of the model, as in the engines of these studies
+            whole = get_peft_model(whole, LoraConfig(**study.data["lora"])).to(torch.bfloat16)
     spec = build_model_spec(whole)
     frozen = study.data.get("defaults", {}).get("freeze", {})
     return replace(
@@ -235,7 +240,7 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
     engine = replace(
         engine,
         wide_sums=run.values.get("wide_sums", engine.wide_sums),
-        attention_share=kernels.get(run.values.get("kernel"), engine.attention_share),
+        attention_share=kernels.get(run.device.name, {}).get(run.values.get("kernel"), engine.attention_share),
     )
     return analytic_costs(run.spec, device, 2, engine)
 
@@ -292,13 +297,16 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
         tp_size=run.tp,
         pp_size=run.pp,
         cp_size=run.cp,
+        ep_size=run.ep,
+        vp_size=run.vp if run.vp > 1 else None,
         layers_per_stage=run.study.data.get("layers", {}).get(run.pp),
         **settings,
     )
     first, *others = costs.spec.modules
     plugins = {first: sizes, **{name: ModulePlugin(colocate_with=first, **settings) for name in others}}
     count = -(-run.batch // run.dp_size // run.microbatch)
-    plan = resolve_plan(costs.spec, plugins, num_microbatches=count)
+    schedule = "interleaved" if run.vp > 1 else "1f1b"
+    plan = resolve_plan(costs.spec, plugins, schedule=schedule, num_microbatches=count)
     plan = stages_outermost(plan) if run.pp > 1 else plan
     groups = sync_groups(costs.spec, plan)
     planner = StepPlanner(costs, plan, groups, run.microbatch)

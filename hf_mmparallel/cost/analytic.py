@@ -31,6 +31,10 @@ from .layers import BYTES_PER_VALUE, OURS, CostModel, Engine, LayerCost, Polynom
 _RMS_STEPS = 6
 # for queries or keys: two products and their sum, and the rotation of half of the values
 _ROTARY_ACCESSES, _ROTARY_STEPS = 11, 10
+# sorting and counting tokens by expert, and what `Engine.expert_accesses` has
+_EXPERT_STEPS = 10
+# of the output of a matrix with an adapter: scaled and added; the adapter itself is two products
+_ADAPTER_ACCESSES, _FUSED_ADAPTER_ACCESSES, _ADAPTER_STEPS = 5, 3, 4
 # views, checks and calls of a layer that compute next to nothing but take the time of a kernel launch
 _LAYER_STEPS = 12
 # per token on each rank of a tp group: the highest logit, the sum of exponentials, the target's logit, and the sum
@@ -81,6 +85,11 @@ def layer_elementwise(
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
         result += _feed_forward(module_spec, group, precision, tp_size, engine)
+        if group[-1].num_experts > 1:
+            result += _routed(module_spec, group, precision, tp_size, engine)
+    split = tp_size if is_split(shape.attention) else 1
+    for group, share in [(shape.attention, split), *((group, tp_size) for group in shape.feed_forwards)]:
+        result += total(_adapter(module_spec, group, own, share, precision, engine) for own in group)
     residuals = 2 if shape.attention and shape.feed_forwards else 1
     result += Elementwise(residuals * 3.0 * precision.stream * module_spec.hidden_size / row_shares, residuals)
     if precision.is_cast:
@@ -115,6 +124,32 @@ def _attention(shape: LayerShape, precision: Precision, tp_size: int, engine: En
         accesses, steps = (2, 1) if engine.fused else (_ROTARY_ACCESSES, _ROTARY_STEPS)
         result += Elementwise(accesses * width * (module_spec.num_heads + module_spec.num_kv_heads), steps)
     return result
+
+
+def _adapter(
+    module_spec: ModuleSpec,
+    group: Sequence[Matrix],
+    matrix: Matrix,
+    split: int,
+    precision: Precision,
+    engine: Engine,
+) -> Elementwise:
+    """What adds the output of an adapter to that of its matrix, one of a block's whose last one writes whole rows."""
+    if not matrix.adapter_rank:
+        return Elementwise()
+    hidden, is_last = module_spec.hidden_size, matrix is group[-1] and len(group) > 1
+    width = matrix.copies * hidden if is_last else matrix.width_out(hidden) / split
+    accesses = _FUSED_ADAPTER_ACCESSES if engine.fused else _ADAPTER_ACCESSES
+    value_bytes = max(precision.compute, matrix.adapter_bytes)
+    return Elementwise(accesses * value_bytes * width, _ADAPTER_STEPS)
+
+
+def _routed(
+    module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int, engine: Engine
+) -> Elementwise:
+    """What takes tokens to experts and back on a rank, besides communication."""
+    copies = group[-1].copies / (tp_size if module_spec.expert_ranks else 1)
+    return Elementwise(engine.expert_accesses * precision.compute * copies * module_spec.hidden_size, _EXPERT_STEPS)
 
 
 def _feed_forward(

@@ -20,6 +20,9 @@ class Engine:
     # norms, rotary embeddings and activation functions are one kernel each (`torch_compile`, `use_liger_kernel`)
     fused: bool = False
     sums_in_place: bool = False  # matrix products add to gradients themselves
+    # reads and writes of the hidden state of a token for each of its experts: transformers copies it in their order,
+    # multiplies it by its weight, puts it back and sums
+    expert_accesses: float = 7.0
     fused_loss: bool = False
     attention_share: float = 1.0  # speed of its attention kernels over those of the device's `attention_efficiency`
     hidden_sums: bool = False  # tensor-parallel collectives overlap with matrix products
