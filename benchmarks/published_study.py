@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +13,7 @@ import yaml
 
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device, training_flops
 from hf_mmparallel.cost.layers import Engine
+from hf_mmparallel.cost.ledger import TERMS, Ledger, ledger_of
 from hf_mmparallel.cost.step_planner import Prediction, StepPlanner
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
@@ -87,10 +89,12 @@ class Run:
     def step_ms(self) -> float:
         """The measured time."""
         values = self.values
-        if "step_s" in values:
+        if values.get("step_s") is not None:
             return 1e3 * values["step_s"]
         if "tokens_per_s_per_gpu" in values:
             return 1e3 * self.batch * self.seq_len / self.gpus / values["tokens_per_s_per_gpu"]
+        if "model_tflops_per_gpu" in values:
+            return published_flops(self) / (1e9 * values["model_tflops_per_gpu"] * self.gpus)
         if "hours" in values:
             return 3.6e6 * values["hours"] * self.batch / self.study.data["samples"]
         return self._megatron_flops() / (1e9 * values["tflops_per_gpu"] * self.gpus)
@@ -269,6 +273,15 @@ def published_flops(run: Run) -> float:
     return found
 
 
+def ledger(run: Run) -> Ledger:
+    """Where the predicted step goes; its sum is that of [`predicted_ms`]."""
+    costs, terms = costs_of(run), Counter[str]()
+    for again in RECOMPUTED[run.recompute]:
+        found = planned(run, costs, again)
+        terms.update(ledger_of([found], costs, sync_groups(costs.spec, found.plan)).terms)
+    return Ledger({name: terms[name] / len(RECOMPUTED[run.recompute]) for name in TERMS if name in terms})
+
+
 def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
     """Predicted time of a step."""
     costs = costs_of(run, changes)
@@ -316,7 +329,8 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
     """The plan of one module with ranks in the order of the other engines: stages vary slowest, then replicas."""
     (module,) = plan.modules.values()
-    num_stages, first = len(module.replicas[0]), module.replicas[0][0]
+    # virtual stages of a rank share its mesh
+    num_stages, first = len({stage.mesh for stage in module.replicas[0]}), module.replicas[0][0]
     grid = len(first.all_ranks)
 
     def moved(rank: int) -> int:
