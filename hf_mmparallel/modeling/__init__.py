@@ -10,8 +10,9 @@ from .lazy_logits import whole_logits
 from .loss import accuracy_and_entropy, check_given_loss, given_loss, token_loss
 from .prepare import prepare_stages
 from .router_loss import check_router_loss
-from .spec import ModulePart, build_model_spec, check_causal, check_supported, module_parts, unknown_layers_text
+from .spec import ModulePart, build_model_spec, module_parts
 from .stages import ModuleStage
+from .supported import check_causal, check_supported, unknown_layers_text
 from .unowned import is_unowned
 
 __all__ = [
