@@ -20,6 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment] # peft imports it, which takes seconds
+
 import psutil
 import torch
 import torch.distributed as dist
@@ -158,7 +161,7 @@ class Deaths:
         self.member = member
         self.folder = folder
         self.planned = [(int(step), point, way) for own, step, point, way in rows if int(own) == member]
-        self.step = 1
+        self.step = 0  # until training begins: the report at the start, too, reads samples
 
     def may_strike(self, point: str) -> None:
         """Ends this process if it is to die here."""
@@ -277,6 +280,9 @@ class Strikes(TrainerCallback):
         self.events: list[dict[str, Any]] = []
         self.num_tries = 0  # of all steps
         self.ends_s: list[float] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.deaths.step = state.global_step + 1
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.deaths.step = state.global_step + 1

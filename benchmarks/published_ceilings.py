@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from published_study import Run, Study, costs_of, planned, predicted_ms, published_flops, published_model, sizes_of
 
 from hf_mmparallel.cost import CostModel, analytic_costs, find_device, usable_bytes
-from hf_mmparallel.cost.layers import OURS
+from hf_mmparallel.cost.layers import OURS_FUSED
 from hf_mmparallel.planning.problem import SEARCHED_STAGES, PlanningProblem
 from hf_mmparallel.planning.search import search_plans
 
@@ -35,10 +36,12 @@ def best_plans(run: Run) -> dict[str, dict[str, Any]]:
 
     Returns:
         `dict[str, dict]`: `"own_engine"`: by the costs of the study's engine, among plans with the sharding that it
-        has. `"ours"`: by the costs of hf_mmparallel's engine and the model's own attention function: nothing is
-        counted that the study's engine has and this one has not.
+        has. `"ours"`: by the costs of hf_mmparallel's engine with `torch_compile` and the model's own attention
+        function: nothing is counted that the study's engine has and this one has not.
     """
-    ours = analytic_costs(published_model(run.study.key, run.model, run.lora), run.device, 2, OURS)
+    # what was assumed of the hosts of the study's engine is no figure of the device
+    device = replace(run, study=run.study.without_assumptions).device
+    ours = analytic_costs(published_model(run.study.key, run.model, run.lora), device, 2, OURS_FUSED)
     if run.gpus <= MOST_GPUS:
         stages = (0, 1) if run.study.has_sharded_optimizer else (0,)
         stages += (3,) if run.study.has_sharded_optimizer and run.study.is_fsdp else ()

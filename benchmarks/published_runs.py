@@ -12,6 +12,7 @@ python benchmarks/published_runs.py
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 from collections.abc import Iterable
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from common import ROOT, Shapes, machine, report
 from published_ceilings import best_plans, best_run, mfu_of
-from published_study import Run, Study, predicted_gib, predicted_ms, studies
+from published_study import Run, Study, ledger, predicted_gib, predicted_ms, studies
 from rich.table import Table
 from scipy.stats import spearmanr
 
@@ -31,7 +32,8 @@ QUICK_TASKS = 3000
 
 def run_record(run: Run) -> dict[str, Any]:
     """A run with its prediction."""
-    predicted = predicted_ms(run)
+    own = ledger(run) if run.study.is_unseen else None
+    predicted = predicted_ms(run) if own is None else own.step_ms
     memory = {}
     if run.judges_memory:
         memory = {"measured_gib": run.peak_gib, "predicted_gib": round(predicted_gib(run), 1)}
@@ -46,6 +48,7 @@ def run_record(run: Run) -> dict[str, Any]:
         "measured_mfu": round(mfu_of(run, run.step_ms), 4),
         "predicted_mfu": round(mfu_of(run, predicted), 4),
         **memory,
+        **({} if own is None else {"ledger": {name: round(share, 4) for name, share in own.shares.items()}}),
     }
 
 
@@ -106,15 +109,23 @@ def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="leave out runs with many stages and microbatches")
+    parser.add_argument(
+        "--study", nargs="+", default=[], metavar="NAME", help="these only, all others as they are kept"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()
     records = {}
+    if options.study:
+        records = json.loads((ROOT / "benchmarks" / "results" / "published_runs.json").read_text())["studies"]
     for study in studies():
+        if options.study and study.key not in options.study:
+            continue
         runs = [run for run in study.runs if not options.quick or run.num_tasks <= QUICK_TASKS]
         plain = [replace(run, study=study.without_assumptions) for run in runs if study.data.get("assumed")]
         records[study.key] = study_record(study, list(map(run_record, runs)), list(map(run_record, plain)))
+    records = {study.key: records[study.key] for study in studies() if study.key in records}
     seen = [own for own in records.values() if not own["unseen"]]
     judged = [abs(run["ratio"] - 1) for own in seen for run in own["runs"] if run["use"] == "judge"]
     unseen = unseen_record(records.values())

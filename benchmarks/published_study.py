@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,6 +13,7 @@ import yaml
 
 from hf_mmparallel.cost import CostModel, Hardware, analytic_costs, find_device, training_flops
 from hf_mmparallel.cost.layers import Engine
+from hf_mmparallel.cost.ledger import TERMS, Ledger, ledger_of
 from hf_mmparallel.cost.step_planner import Prediction, StepPlanner
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
@@ -87,10 +89,12 @@ class Run:
     def step_ms(self) -> float:
         """The measured time."""
         values = self.values
-        if "step_s" in values:
+        if values.get("step_s") is not None:
             return 1e3 * values["step_s"]
         if "tokens_per_s_per_gpu" in values:
             return 1e3 * self.batch * self.seq_len / self.gpus / values["tokens_per_s_per_gpu"]
+        if "model_tflops_per_gpu" in values:
+            return published_flops(self) / (1e9 * values["model_tflops_per_gpu"] * self.gpus)
         if "hours" in values:
             return 3.6e6 * values["hours"] * self.batch / self.study.data["samples"]
         return self._megatron_flops() / (1e9 * values["tflops_per_gpu"] * self.gpus)
@@ -104,7 +108,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        sizes = " ".join(f"{key} {self.values[key]}" for key in ("dp", "tp", "pp", "cp") if self.values[key] > 1)
+        sizes = " ".join(
+            f"{key} {self.values[key]}" for key in ("dp", "tp", "pp", "vp", "cp", "ep") if self.values[key] > 1
+        )
         words = [self.model, f"{self.gpus} GPUs", sizes, f"microbatch {self.microbatch}", f"sequence {self.seq_len}"]
         words += [f"{self.recompute} recomputation"] if self.recompute != "none" else []
         words += ["compiled"] if self.values.get("fused") else []
@@ -133,7 +139,8 @@ class Study:
         known = {name: value for name, value in self.data["engine"].items() if name not in of_model}
         if "message_gb_per_s" in known:
             known["message_gb_per_s"] = tuple(known["message_gb_per_s"])
-        return Engine(**{"wide_sums": False, "early_sums": False, **known})
+        in_place = {"sums_in_place": known.get("fused", False)}
+        return Engine(**{"wide_sums": False, "early_sums": False, **in_place, **known})
 
     @property
     def has_sharded_optimizer(self) -> bool:
@@ -162,6 +169,8 @@ class Study:
             "tp": 1,
             "pp": 1,
             "cp": 1,
+            "ep": 1,
+            "vp": 1,
             "dp": 0,
             "recompute": "none",
             "lora": False,
@@ -197,7 +206,8 @@ def published_model(study_key: str, model: str, lora: bool = False) -> ModelSpec
     whole: Any = build_on_meta(AutoConfig.for_model(kind, **config), torch.bfloat16)
     if lora:
         with torch.device("meta"):
-            whole = get_peft_model(whole, LoraConfig(**study.data["lora"]))
+            # adapters compute in the dtype of the model, as in the engines of these studies
+            whole = get_peft_model(whole, LoraConfig(**study.data["lora"])).to(torch.bfloat16)
     spec = build_model_spec(whole)
     frozen = study.data.get("defaults", {}).get("freeze", {})
     return replace(
@@ -227,12 +237,14 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
             device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
         )
     fused = run.values.get("fused")
-    engine = study.engine if fused is None else replace(study.engine, fused=fused, fused_loss=fused)
+    engine = (
+        study.engine if fused is None else replace(study.engine, fused=fused, sums_in_place=fused, fused_loss=fused)
+    )
     kernels = study.data.get("kernels", {})
     engine = replace(
         engine,
         wide_sums=run.values.get("wide_sums", engine.wide_sums),
-        attention_share=kernels.get(run.values.get("kernel"), engine.attention_share),
+        attention_share=kernels.get(run.device.name, {}).get(run.values.get("kernel"), engine.attention_share),
     )
     return analytic_costs(run.spec, device, 2, engine)
 
@@ -259,6 +271,15 @@ def published_flops(run: Run) -> float:
         pairs = 2 if name == LANGUAGE_MODEL else 1
         found += per_token * float(sizes.tokens[name].sum()) + pairs * per_square * float(sizes.squares[name].sum())
     return found
+
+
+def ledger(run: Run) -> Ledger:
+    """Where the predicted step goes; its sum is that of [`predicted_ms`]."""
+    costs, terms = costs_of(run), Counter[str]()
+    for again in RECOMPUTED[run.recompute]:
+        found = planned(run, costs, again)
+        terms.update(ledger_of([found], costs, sync_groups(costs.spec, found.plan)).terms)
+    return Ledger({name: terms[name] / len(RECOMPUTED[run.recompute]) for name in TERMS if name in terms})
 
 
 def predicted_ms(run: Run, changes: Mapping[str, float] | None = None) -> float:
@@ -289,13 +310,16 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
         tp_size=run.tp,
         pp_size=run.pp,
         cp_size=run.cp,
+        ep_size=run.ep,
+        vp_size=run.vp if run.vp > 1 else None,
         layers_per_stage=run.study.data.get("layers", {}).get(run.pp),
         **settings,
     )
     first, *others = costs.spec.modules
     plugins = {first: sizes, **{name: ModulePlugin(colocate_with=first, **settings) for name in others}}
     count = -(-run.batch // run.dp_size // run.microbatch)
-    plan = resolve_plan(costs.spec, plugins, num_microbatches=count)
+    schedule = "interleaved" if run.vp > 1 else "1f1b"
+    plan = resolve_plan(costs.spec, plugins, schedule=schedule, num_microbatches=count)
     plan = stages_outermost(plan) if run.pp > 1 else plan
     groups = sync_groups(costs.spec, plan)
     planner = StepPlanner(costs, plan, groups, run.microbatch)
@@ -305,7 +329,8 @@ def planned(run: Run, costs: CostModel, again: bool) -> Prediction:
 def stages_outermost(plan: ParallelPlan) -> ParallelPlan:
     """The plan of one module with ranks in the order of the other engines: stages vary slowest, then replicas."""
     (module,) = plan.modules.values()
-    num_stages, first = len(module.replicas[0]), module.replicas[0][0]
+    # virtual stages of a rank share its mesh
+    num_stages, first = len({stage.mesh for stage in module.replicas[0]}), module.replicas[0][0]
     grid = len(first.all_ranks)
 
     def moved(rank: int) -> int:

@@ -58,6 +58,10 @@ settings of `--what-if`, separated by commas:
   frozen, trainable   a module, as in --freeze
   gpus, gpu_type, global_batch_size, microbatch_size, seq_len, image_tokens, memory_limit_gib, schedule,
   microbatch_assignment, dtype
+  packing, recomputed true or false
+  fused_kernels       true for norms and activation functions of one kernel each (torch_compile, use_liger_kernel)
+  peak_tflops, memory_gb_per_s, link_gb_per_s, node_link_gb_per_s
+                      a figure of the device, or 2x for twice as much
 """
 SIMULATE_EXAMPLES = """\
 examples:
@@ -109,7 +113,8 @@ def add_plan_parser(commands: Any) -> None:
     answers.add_argument(
         "--explain",
         action="store_true",
-        help="all figures of the plan, each stage, the step as text, and why other plans were not chosen",
+        help="all figures of the plan, each stage, where the step goes, what single changes would gain, the step as "
+        "text, and why other plans were not chosen",
     )
     answers.add_argument(
         "--compare",

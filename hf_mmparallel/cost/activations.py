@@ -95,7 +95,8 @@ class LayerShape:
                 owner = p.name[: adapter.start()]
                 if owner in matrices and adapter.group(1) == "A":
                     matrices[owner] = replace(matrices[owner], adapter_bytes=num_bytes, adapter_rank=p.shape[0])
-            elif use.multiplies and len(p.shape) in (2, 3):
+            elif use.multiplies and len(p.shape) in (2, 3) and not (p.num_experts and len(p.shape) == 2):
+                # not the biases of experts, one vector each
                 is_depthwise = len(p.shape) == 3 and p.shape[1] == 1  # a convolution of each channel by itself
                 count = p.shape[0] if len(p.shape) == 3 and not is_depthwise else 1
                 name = _WRAPPED.sub("", p.name)

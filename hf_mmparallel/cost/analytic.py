@@ -31,6 +31,10 @@ from .layers import BYTES_PER_VALUE, OURS, CostModel, Engine, LayerCost, Polynom
 _RMS_STEPS = 6
 # for queries or keys: two products and their sum, and the rotation of half of the values
 _ROTARY_ACCESSES, _ROTARY_STEPS = 11, 10
+# sorting and counting tokens by expert, and what `Engine.expert_accesses` has
+_EXPERT_STEPS = 10
+# of the output of a matrix with an adapter: scaled and added; the adapter itself is two products
+_ADAPTER_ACCESSES, _FUSED_ADAPTER_ACCESSES, _ADAPTER_STEPS = 5, 3, 4
 # views, checks and calls of a layer that compute next to nothing but take the time of a kernel launch
 _LAYER_STEPS = 12
 # per token on each rank of a tp group: the highest logit, the sum of exponentials, the target's logit, and the sum
@@ -81,6 +85,11 @@ def layer_elementwise(
     result = norms + _attention(shape, precision, tp_size, engine) + Elementwise(0.0, _LAYER_STEPS)
     for group in shape.feed_forwards:
         result += _feed_forward(module_spec, group, precision, tp_size, engine)
+        if group[-1].num_experts > 1:
+            result += _routed(module_spec, group, precision, tp_size, engine)
+    split = tp_size if is_split(shape.attention) else 1
+    for group, share in [(shape.attention, split), *((group, tp_size) for group in shape.feed_forwards)]:
+        result += total(_adapter(module_spec, group, own, share, precision, engine) for own in group)
     residuals = 2 if shape.attention and shape.feed_forwards else 1
     result += Elementwise(residuals * 3.0 * precision.stream * module_spec.hidden_size / row_shares, residuals)
     if precision.is_cast:
@@ -115,6 +124,32 @@ def _attention(shape: LayerShape, precision: Precision, tp_size: int, engine: En
         accesses, steps = (2, 1) if engine.fused else (_ROTARY_ACCESSES, _ROTARY_STEPS)
         result += Elementwise(accesses * width * (module_spec.num_heads + module_spec.num_kv_heads), steps)
     return result
+
+
+def _adapter(
+    module_spec: ModuleSpec,
+    group: Sequence[Matrix],
+    matrix: Matrix,
+    split: int,
+    precision: Precision,
+    engine: Engine,
+) -> Elementwise:
+    """What adds the output of an adapter to that of its matrix, one of a block's whose last one writes whole rows."""
+    if not matrix.adapter_rank:
+        return Elementwise()
+    hidden, is_last = module_spec.hidden_size, matrix is group[-1] and len(group) > 1
+    width = matrix.copies * hidden if is_last else matrix.width_out(hidden) / split
+    accesses = _FUSED_ADAPTER_ACCESSES if engine.fused else _ADAPTER_ACCESSES
+    value_bytes = max(precision.compute, matrix.adapter_bytes)
+    return Elementwise(accesses * value_bytes * width, _ADAPTER_STEPS)
+
+
+def _routed(
+    module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int, engine: Engine
+) -> Elementwise:
+    """What takes tokens to experts and back on a rank, besides communication."""
+    copies = group[-1].copies / (tp_size if module_spec.expert_ranks else 1)
+    return Elementwise(engine.expert_accesses * precision.compute * copies * module_spec.hidden_size, _EXPERT_STEPS)
 
 
 def _feed_forward(
@@ -214,7 +249,7 @@ class AnalyticLayers:
         computed = {**shares, **dict.fromkeys(_shared_experts(module_spec, uses), 1.0 / tp_size)}
         products_ms = self._products_ms(module_spec, uses, index, computed, precision)
         attention_ms = self._attention_ms(module_spec, uses, precision, tp_size) if inside else 0.0
-        moved = _weight_bytes(uses, shares, precision, self.engine.fused)
+        moved = _weight_bytes(uses, shares, precision, self.engine.sums_in_place)
         work = layer_elementwise(module_spec, uses, index, precision, shares, tp_size, self.engine)
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
@@ -225,6 +260,7 @@ class AnalyticLayers:
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         # the product of each matrix, and the addition to its gradient
         weight_launch_ms = 2 * len(LayerShape.of(module_spec, uses).matrices) * self.device.launch_us / 1e3
+        travels = self._travels(module_spec, uses, tp_size) if inside else Polynomial()
         return LayerCost(
             forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms),
             data_gradient=Polynomial(
@@ -236,6 +272,7 @@ class AnalyticLayers:
             launch_ms=(launch_ms, launch_ms),
             weight_launch_ms=min(launch_ms, weight_launch_ms),
             sums=self._sums(module_spec, uses, index, tp_size, products_ms),
+            travels=(travels, travels),
         )
 
     def _products_ms(
@@ -282,9 +319,8 @@ class AnalyticLayers:
         ranks = range(self.first_rank, self.first_rank + tp_size)
         hidden, inside = module_spec.hidden_size * self.value_bytes, 0 <= index < module_spec.num_layers
         one = all_reduce(self.device, ranks).of_tokens(hidden)
-        travels = self._travels(module_spec, uses, tp_size) if inside else Polynomial()
         if tp_size == 1:
-            return travels, travels
+            return Polynomial(), Polynomial()
         gather = all_gather(self.device, ranks).of_tokens(hidden)
         if not inside:
             # rows that the ranks share are joined behind the layers, and their gradients before these
@@ -303,7 +339,7 @@ class AnalyticLayers:
             one = Polynomial(0.0, max(0.0, one.token - products_ms / 4), one.constant)
         # outputs of the last matrix of each block, and the gradient of what its other matrices read
         split = sum(len(group) > 1 for group in shape.feed_forwards) + is_split(shape.attention)
-        return one * split + travels, one * split + travels
+        return one * split, one * split
 
     def _travels(self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], tp_size: int) -> Polynomial:
         """Milliseconds in which tokens travel to experts and back, evenly over these."""
@@ -328,14 +364,14 @@ def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
     shape = use.parameter.shape
     if not elements or len(shape) < 2:
         return 0.0, 0.0
-    if len(shape) > 3:  # a convolution
-        return float(shape[0]), use.parameter.num_elements / shape[0]
+    if len(shape) > 3:  # a convolution, and the positions that it computes for a token
+        return elements / use.parameter.num_elements * shape[0], elements / shape[0]
     count = elements / (shape[-1] * shape[-2])  # active experts of a token, or its share of a merged token
     return count * shape[-2], count * shape[-1]
 
 
 def _weight_bytes(
-    uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, fused: bool
+    uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, in_place: bool
 ) -> tuple[float, float]:
     """Bytes of the matrices that a rank reads, and of their gradients that it writes."""
     read = written = 0.0
@@ -348,7 +384,7 @@ def _weight_bytes(
         if use.multiplies or p.is_lookup:
             narrow = min(stored, precision.compute)
             # written in the compute dtype and then accumulated in float32, or accumulated by the product itself
-            written += elements * (narrow if fused else 2 * narrow + 2 * FULL)
+            written += elements * (narrow if in_place else 2 * narrow + 2 * FULL)
     return read, written
 
 

@@ -20,7 +20,7 @@ from ..schedule.kinds import KINDS as TASK_KINDS
 from ..schedule.kinds import Work
 from .analytic import analytic_costs
 from .devices import Hardware
-from .layers import CostModel, LayerCost, LayerCosts
+from .layers import OURS, CostModel, Engine, LayerCost, LayerCosts
 from .profile import LayerProfile, MeasuredLayers, measured_costs, read_cost_file
 from .run_log import KINDS, LoggedWindow, MemoryPeak, RunHeader, module_digests, read_run_log, tasks_of
 
@@ -353,6 +353,7 @@ class CalibratedLayers:
             ),
             weight_launch_ms=of_weights,
             sums=(cost.sums[0] * forward.sums, cost.sums[1] * inputs.sums),
+            travels=(cost.travels[0] * forward.sums, cost.travels[1] * inputs.sums),
         )
 
     def starting_at(self, first_rank: int) -> CalibratedLayers:
@@ -386,15 +387,21 @@ def read_costs(path: str | Path) -> LayerProfile | Calibration:
 
 
 def costs_from(
-    spec: ModelSpec, device: Hardware, value_bytes: int, source: LayerProfile | Calibration | None
+    spec: ModelSpec,
+    device: Hardware,
+    value_bytes: int,
+    source: LayerProfile | Calibration | None,
+    engine: Engine = OURS,
 ) -> CostModel:
     """
-    Cost model of a file, see [`read_costs`], or of operation counts; raises `ValueError` for corrections or a profile
-    of another model, and for corrections of another device or dtype.
+    Cost model of a file, see [`read_costs`], or of operation counts of an engine; raises `ValueError` for corrections
+    or a profile of another model, and for corrections of another device or dtype.
     """
     # files define their own `value_bytes`
     if isinstance(source, Calibration):
         source.check(spec, device)
         base = costs_from(spec, device, source.run.value_bytes, source.profile)
         return replace(base, layers=CalibratedLayers(base.layers, source))
-    return analytic_costs(spec, device, value_bytes) if source is None else measured_costs(spec, device, source)
+    return (
+        analytic_costs(spec, device, value_bytes, engine) if source is None else measured_costs(spec, device, source)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..plan import ModelSpec, ParallelPlan
 from .devices import Hardware
@@ -17,9 +17,12 @@ from .devices import Hardware
 class Engine:
     """How layers run. The defaults describe hf_mmparallel; others validate the cost model on published runs."""
 
-    # norms, rotary embeddings and activation functions are one kernel each (`torch.compile` or custom kernels), and
-    # matrix products accumulate gradients in place
+    # norms, rotary embeddings and activation functions are one kernel each (`torch_compile`, `use_liger_kernel`)
     fused: bool = False
+    sums_in_place: bool = False  # matrix products add to gradients themselves
+    # reads and writes of the hidden state of a token for each of its experts: transformers copies it in their order,
+    # multiplies it by its weight, puts it back and sums
+    expert_accesses: float = 7.0
     fused_loss: bool = False
     attention_share: float = 1.0  # speed of its attention kernels over those of the device's `attention_efficiency`
     hidden_sums: bool = False  # tensor-parallel collectives overlap with matrix products
@@ -39,6 +42,7 @@ class Engine:
 
 
 OURS = Engine()
+OURS_FUSED = Engine(fused=True)  # with `torch_compile` or `use_liger_kernel`
 
 
 BYTES_PER_VALUE = 2
@@ -88,15 +92,20 @@ class LayerCost:
     # hide; 0 if measured times include them
     launch_ms: tuple[float, float] = (0.0, 0.0)
     weight_launch_ms: float = 0.0  # part of the second one for the gradients of its weights
-    # tensor-parallel collectives, besides the forward and besides the gradient of its input
+    # tensor-parallel collectives, and journeys of tokens to experts and back, besides the forward and besides the
+    # gradient of its input
     sums: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
+    travels: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
 
     @property
     def with_sums(self) -> LayerCost:
-        """The same cost with these collectives included in the forward and in the gradient of the input."""
-        in_forward, in_backward = self.sums
-        forward, data_gradient = self.forward + in_forward, self.data_gradient + in_backward
-        return replace(self, forward=forward, data_gradient=data_gradient, sums=(Polynomial(), Polynomial()))
+        """The same cost with both included in the forward and in the gradient of the input."""
+        forward, data_gradient = (
+            own + sums + travels
+            for own, sums, travels in zip((self.forward, self.data_gradient), self.sums, self.travels, strict=True)
+        )
+        none = (Polynomial(), Polynomial())
+        return replace(self, forward=forward, data_gradient=data_gradient, sums=none, travels=none)
 
 
 class LayerCosts(Protocol):
@@ -116,22 +125,24 @@ class LayerCosts(Protocol):
 
 
 @dataclass(frozen=True)
-class LayersWithoutSums:
-    """Layer costs with tensor-parallel collectives that take no time; see [`LayerCosts`]."""
+class LayersWithout:
+    """Layer costs of which some take no time: `"sums"` of tensor parallelism, `"travels"`; see [`LayerCosts`]."""
 
     layers: LayerCosts
+    left_out: tuple[Literal["sums", "travels"], ...]
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
-        return replace(self.layers.layer(module, index, tp_size), sums=(Polynomial(), Polynomial()))
+        none = dict.fromkeys(self.left_out, (Polynomial(), Polynomial()))
+        return replace(self.layers.layer(module, index, tp_size), **none)
 
-    def starting_at(self, first_rank: int) -> LayersWithoutSums:
+    def starting_at(self, first_rank: int) -> LayersWithout:
         """See [`LayerCosts`]."""
-        return LayersWithoutSums(self.layers.starting_at(first_rank))
+        return replace(self, layers=self.layers.starting_at(first_rank))
 
-    def sharing_experts(self, spec: ModelSpec) -> LayersWithoutSums:
+    def sharing_experts(self, spec: ModelSpec) -> LayersWithout:
         """See [`LayerCosts`]."""
-        return LayersWithoutSums(self.layers.sharing_experts(spec))
+        return replace(self, layers=self.layers.sharing_experts(spec))
 
 
 PACKED_ATTENTION = "bitfield"  # the attention function that separates the samples of a packed row

@@ -47,6 +47,10 @@ class MeasuredPoint:
         """Sum of squared sequence lengths."""
         return self.tokens**2 / self.sequences
 
+    def times(self, share: float) -> MeasuredPoint:
+        """The point with a share of each quantity."""
+        return replace(self, **{name: share * getattr(self, name) for name in CURVES})
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -271,7 +275,8 @@ class MeasuredLayers:
         if key not in self._known:
             measured = self._measured.get(key)
             cost = self._scaled(*key) if measured is None else measured.cost
-            self._known[key] = replace(cost, sums=self.fallback.layer(*key).sums)
+            counted = self.fallback.layer(*key)
+            self._known[key] = replace(cost, sums=counted.sums, travels=counted.travels)
         return self._known[key]
 
     def _scaled(self, module: str, index: int, tp_size: int) -> LayerCost:

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import LANGUAGE_MODEL, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
+from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup
 from ..plan.step_plan import ChunkTable
 from ..schedule import Task, TaskGraph
 from ..schedule.kinds import KINDS
@@ -50,6 +50,10 @@ class StepCost:
         """See [`chunk_sizes`]."""
         return chunk_sizes(self.costs, self.plan, self.step, self.sizes)
 
+    def _rows(self, name: str, module: ModulePlan) -> RowLayout:
+        """How the samples of a chunk are laid out in a module."""
+        return RowLayout.of(self.costs, name, module)
+
     @cached_property
     def _module_chunks(self) -> dict[str, tuple[ChunkTable, NDArray]]:
         """Module -> its chunks, and their tokens and squared sequence lengths `[2, chunks]`."""
@@ -57,7 +61,7 @@ class StepCost:
         for name, module in self.plan.modules.items():
             table = self.step.chunk_table(name, self.step.replicas(name))
             if len(table.replica):
-                sizes = RowLayout.of(self.costs, name, module).of_chunks(self.sizes, name, table)
+                sizes = self._rows(name, module).of_chunks(self.sizes, name, table)
                 result[name] = table, sizes[:, :2].T
         return result
 

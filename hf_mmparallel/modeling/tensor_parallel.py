@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -142,6 +143,14 @@ def _works_by_columns(parent: nn.Module, styles: Mapping[str, str | None]) -> bo
     if not whole or not share or whole[0].shape[-1] != columns:
         return True
     return torch.allclose(whole[0][..., : columns // 2], share[0])
+
+
+def _function_key(layer: nn.Module, styles: Mapping[str, str | None]) -> tuple:
+    """What tells layers apart that compute another function: class, styles of children, and settings but the index."""
+    settings = vars(layer).keys() - vars(nn.Module()).keys() - {"layer_idx"}
+    values = ((name, vars(layer)[name]) for name in sorted(settings))
+    plain = tuple((n, v if isinstance(v, int | float | str | None) else id(v)) for n, v in values)
+    return type(layer), plain, *styles.items(), *(type(child) for _, child in layer.named_children())
 
 
 def _localize_widths(attention: nn.Module, tp_size: int) -> None:
@@ -283,22 +292,27 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
     """Finds the styles of the parameters of one module that are `owned`, and of the layers around them."""
     names = {parameter.name for parameter in module.parameters}.intersection(owned)
     held = {name.rpartition(".")[0] for name in names}
+    around = {"", *(name[: dot.start()] for name in names for dot in re.finditer(r"\.", name))}
     held |= {base_name(name) for name in held}
     result = _Styles()
     given = _model_plan(model, module, held, tp_size, result)
 
     partial: set[str] = set()  # layers
     uncut: set[str] = set()  # layers whose columns depend on each other
+    by_columns: dict[Any, bool] = {}  # of layers that are alike
 
     def style_of(name: str) -> str | None:
         key = base_name(name)
         return None if key.rpartition(".")[0] in uncut else given.get(key, given.get(_with_wildcards(key)))
 
     for name, layer in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if name not in around and parent not in held:
+            continue
         style = style_of(name)
         own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
         if style is not None and style != PARTIAL_GRADIENT and _is_adapted(layer):
-            if tp_size > 1 and any(parameter.startswith(name + ".") for parameter in names):
+            if tp_size > 1 and name in around:
                 _check_adapter(layer, name)
             for adapter, adapter_style in _adapter_styles(layer, name, style).items():
                 of_adapter = names.intersection((f"{adapter}.weight", f"{adapter}.bias"))
@@ -306,7 +320,9 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
                     result.plan |= dict.fromkeys((*sorted(of_adapter), adapter), adapter_style)
             continue
         children = {child: style_of(f"{name}.{child}") for child, _ in layer.named_children()}
-        if not _works_by_columns(layer, children):
+        if (alike := _function_key(layer, children)) not in by_columns:
+            by_columns[alike] = _works_by_columns(layer, children)
+        if not by_columns[alike]:
             uncut.add(base_name(name))
             children = dict.fromkeys(children)
         partial.update(f"{name}.{child}" for child in _between(layer, children))
@@ -318,7 +334,7 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
             continue
         result.plan |= {parameter: found for parameter, found in parameters.items() if found is not None}
         # Also layers without parameters in one that has some, such as the experts that hand on what they get.
-        inside = not own and (name.rpartition(".")[0] in held or any(p.startswith(name + ".") for p in names))
+        inside = not own and (parent in held or name in around)
         if style is not None and (parameters or inside):
             result.plan[name] = style
     result.plan |= _lookup_styles(model, given, names)
@@ -327,20 +343,23 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
 
 def _lookup_styles(model: nn.Module, given: Mapping[str, str], names: Collection[str]) -> dict[str, str]:
     """Maps embeddings whose words the model's plan shares out, and heads that are tied to them, to styles."""
-    layers: dict[str, dict[str, nn.Module]] = {}  # parameter -> the layers that have it
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    wanted = {name for name, style in (getattr(model, "tp_plan", None) or {}).items() if style == LOOKUP_STYLE}
+    if not wanted:
+        return {}
+    layers: dict[int, dict[str, nn.Module]] = {}  # id of a parameter -> the layers that have it
     for name, layer in model.named_modules():
         for parameter in layer.parameters(recurse=False):
-            layers.setdefault(first[id(parameter)], {})[name] = layer
+            layers.setdefault(id(parameter), {})[name] = layer
     result: dict[str, str] = {}
-    wanted = {name for name, style in (getattr(model, "tp_plan", None) or {}).items() if style == LOOKUP_STYLE}
-    for parameter, users in layers.items():
+    for parameter_name, parameter in model.named_parameters():
+        users = layers[id(parameter)]
         lookups = {name: layer for name, layer in users.items() if isinstance(layer, nn.Embedding)}
         heads = {name: given.get(name, "") for name in users.keys() - lookups.keys()}
         # what adapters wrap has another name, and is looked up or multiplied by them, too
-        is_cut = parameter in names and lookups and lookups.keys() <= wanted and {*heads.values()} <= {*HEAD_STYLES}
+        is_cut = parameter_name in names and lookups and lookups.keys() <= wanted
+        is_cut = is_cut and {*heads.values()} <= {*HEAD_STYLES}
         if is_cut and not any(layer.max_norm or layer.sparse for layer in lookups.values()):
-            result |= dict.fromkeys((parameter, *lookups), LOOKUP_STYLE) | heads
+            result |= dict.fromkeys((parameter_name, *lookups), LOOKUP_STYLE) | heads
     return result
 
 

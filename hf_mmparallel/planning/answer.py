@@ -15,10 +15,13 @@ from ..cost import CostModel, RankMemory, fitting_tokens
 from ..cost.arrangement_choice import choose_arrangement
 from ..cost.calibration import costs_from, read_costs
 from ..cost.communication import with_communication
+from ..cost.layers import OURS, OURS_FUSED
+from ..cost.ledger import Ledger, ledger_of
 from ..cost.stage_memory import gib_text
 from ..cost.step_planner import Prediction, StepPlanner, most_memory
 from ..plan import (
     LANGUAGE_MODEL,
+    ModelSpec,
     ParallelPlan,
     PlannedFor,
     SampleSizes,
@@ -28,6 +31,7 @@ from ..plan import (
     typical_batches,
 )
 from ..plan.methods import arrangement_name
+from ..plan.ownership import with_split_backwards
 from ..schedule import Timeline
 from .explain import bound_of
 from .gantt import rank_ranges
@@ -67,7 +71,8 @@ class Inputs:
                 f"`--profile {self.profile}` does not exist. Write one with `hf-mmparallel profile --output`."
             )
         source = None if self.profile is None else read_costs(self.profile)
-        return costs_from(spec, settings.device, settings.value_bytes, source)
+        engine = OURS_FUSED if settings.fused_kernels else OURS
+        return costs_from(spec, settings.device, settings.value_bytes, source, engine)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,11 @@ class Answer(HtmlRepr):
     def sync_groups(self) -> list[SyncGroup]:
         """The gradient all-reduces."""
         return sync_groups(self.costs.spec, self.plan)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """What keeps the step from the peak of the devices."""
+        return ledger_of(self.predictions, self.costs, self.sync_groups)
 
     @cached_property
     def drawn(self) -> Timeline:
@@ -195,7 +205,7 @@ def _searched(settings: Settings, inputs: Inputs, costs: CostModel, advance: Cal
         schedule=settings.schedule or settings.plugin.named_schedule,
         arrangement=settings.microbatch_assignment,
         fixed=fixed,
-        checkpointing=settings.checkpointing,
+        checkpointing={**_recomputed(settings, costs.spec), **settings.checkpointing},
         seed=inputs.seed,
     )
     if inputs.effort is not None:
@@ -210,7 +220,7 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     """Predicts the step of a plan, as a search does: the mean of several global batches."""
     size = settings.microbatch_size or 1
     batch = settings.global_batch_size or batch_to_fill(plan, size, settings.plugin.num_microbatches)
-    plan = replace(plan_for_batch(plan, batch, size), schedule=settings.schedule or plan.schedule)
+    plan = plan_with(settings, costs.spec, plan_for_batch(plan, batch, size))
     pool = inputs.samples.sizes(inputs.source, settings)
     batches = typical_batches(pool, batch, inputs.seed)[: 1 if inputs.samples.are_alike else None]
     limit = _memory_for(settings, costs, plan, batches)
@@ -224,6 +234,24 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     planner.program(checked.step, checked.sizes)  # raises for a program that deadlocks
     predictions = tuple(map(planner.predict_batch, batches))
     return Answer(settings, inputs, costs, predictions, batch, size, arrangement)
+
+
+def _recomputed(settings: Settings, spec: ModelSpec) -> dict[str, bool]:
+    """Module -> whether its activations are recomputed, if that is given for all of them."""
+    return {} if settings.recomputed is None else dict.fromkeys(spec.modules, settings.recomputed)
+
+
+def plan_with(settings: Settings, spec: ModelSpec, plan: ParallelPlan) -> ParallelPlan:
+    """The plan with the schedule and the recomputation of the settings, if these are given."""
+    recomputed = _recomputed(settings, spec)
+    modules = {
+        name: replace(module, activation_checkpointing=recomputed.get(name, module.activation_checkpointing))
+        for name, module in plan.modules.items()
+    }
+    plan = replace(plan, modules=modules)
+    if settings.schedule in (None, plan.schedule):
+        return plan
+    return with_split_backwards(replace(plan, schedule=settings.schedule), spec.modules, spec.tied)
 
 
 def batch_to_fill(plan: ParallelPlan, microbatch_size: int, wanted: int | None = None) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..cost import StepCost
 from ..cost.calibration import without_calibration
-from ..cost.layers import LayersWithoutSums
+from ..cost.layers import LayersWithout
 from ..cost.row_sizes import NO_TOKENS, ChunkSize
 from ..cost.run_log import KINDS, LoggedWindow, TaskGroup
 from ..cost.stage_times import StageCost, stage_costs
@@ -88,7 +88,7 @@ class StepComparer:
         """Costs of stages without calibration; without launches; without sums, too; and without recomputation."""
         plan, base = self.planner.plan, without_calibration(self.planner.costs)
         modules = {name: replace(module, activation_checkpointing=False) for name, module in plan.modules.items()}
-        without_sums = replace(base, layers=LayersWithoutSums(base.layers))
+        without_sums = replace(base, layers=LayersWithout(base.layers, ("sums", "travels")))
         sources = (base, plan), (without_sums, plan), (without_sums, replace(plan, modules=modules))
         without_launches = [
             {key: stage.without_launches() for key, stage in stage_costs(*source).items()} for source in sources

@@ -129,6 +129,7 @@ def figures(
         "memory_gib": [memory[rank].total_gib for rank in sorted(memory)],
         "memory_limit_gib": answer.settings.memory_gib,
         "bound": answer.bound,
+        "ledger_ms": dict(answer.ledger.terms),
     }
     result = answer.result
     if result is not None:

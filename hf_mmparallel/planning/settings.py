@@ -49,6 +49,8 @@ class Settings:
     packing: bool | None = None  # whether microbatches of the language model are packed rows without padding
     memory_limit_gib: float | None = None  # of a rank
     dtype: str = PlannedFor.dtype  # of computation
+    fused_kernels: bool = False  # whether norms and activation functions are one kernel each, see `OURS_FUSED`
+    recomputed: bool | None = None  # whether all modules recompute activations, if that is given
     # layouts and settings of modules that are given
     plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # module -> its given sizes
@@ -159,6 +161,12 @@ class Settings:
             elif key == "frozen":
                 name, _, what = value.partition(":")
                 changed = changed.with_frozen(name, what or True)
+            elif key in FIGURES:
+                device = changed.device
+                figure = FIGURES[key] or PEAK_OF_DTYPE[device.dtype]
+                unit = getattr(device, figure) if value.endswith("x") else 1.0
+                value = unit * _parsed(key, value.removesuffix("x"))
+                changed = replace(changed, described=replace(device, **{figure: value}))
             else:
                 described = {"gpu_spec": None} if key == "gpu_type" else {}
                 changed = replace(changed, **{key: _parsed(key, value)}, **described)
@@ -176,6 +184,27 @@ def _name_in(known: tuple[str, ...] | list[str]) -> Callable[[str], str]:
     return read
 
 
+def _flag(text: str) -> bool:
+    """Parses a boolean."""
+    return _name_in(["true", "false"])(text) == "true"
+
+
+def _positive_number(text: str) -> float:
+    """Parses a number above zero."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("it is not above 0")
+    return value
+
+
+# figures of the device that `--what-if` may change, to a number or, as `2x`, by a factor -> field of `Hardware`
+FIGURES: Mapping[str, str | None] = {
+    "peak_tflops": None,  # the one of the dtype
+    "memory_gb_per_s": "memory_gb_per_s",
+    "link_gb_per_s": "link_gb_per_s",
+    "node_link_gb_per_s": "node_link_gb_per_s",
+}
+
 # settings that `--what-if` may change besides frozen modules -> parser of the value
 CHANGES: Mapping[str, Callable[[str], Any]] = {
     "gpus": positive,
@@ -188,6 +217,10 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "microbatch_assignment": _name_in(ARRANGEMENTS),
     "memory_limit_gib": float,
     "dtype": _name_in(list(PEAK_OF_DTYPE)),
+    "packing": _flag,
+    "fused_kernels": _flag,
+    "recomputed": _flag,
+    **dict.fromkeys(FIGURES, _positive_number),
 }
 
 

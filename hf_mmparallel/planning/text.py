@@ -14,6 +14,7 @@ from rich.table import Table
 
 from ..cost import CostModel, LayerCosts, RankMemory, predicts_times
 from ..cost.calibration import CalibratedLayers
+from ..cost.ledger import TERMS
 from ..cost.memory import sample_features
 from ..cost.profile import MeasuredLayers
 from ..cost.stage_memory import gib_text
@@ -23,6 +24,7 @@ from ..runtime.groups import channels_of_step, collective_groups
 from ..schedule import GradientFlow, Timeline
 from .answer import Answer
 from .explain import slower_text
+from .gains import gains_of
 from .gantt import gantt_text, rank_ranges
 from .problem import ComparedPlan, SearchResult
 from .settings import Settings
@@ -233,6 +235,33 @@ def report(console: Console, answer: Answer, explain: bool, more: Sequence[tuple
     lines = dict([*summary(answer), *origins(answer), *more])
     del lines["Bound"]  # which is among the last lines
     print_labelled(console, [(label, lines[label]) for label in (lines if explain else SHORT_LABELS)])
+    if explain and predicts_times(answer.costs):
+        console.print(ledger_table(answer), highlight=False)
+        console.print(gains_table(answer), highlight=False)
+
+
+def ledger_table(answer: Answer) -> Table:
+    """What keeps the step from the peak of the devices."""
+    table = Table(title="Where the step goes", title_justify="left")
+    for column in ("", "ms", "of the step"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, share in answer.ledger.shares.items():
+        table.add_row(TERMS[name], ms_text(answer.ledger.terms[name]).removesuffix(" ms"), f"{share:.1%}")
+    table.add_section()
+    table.add_row("step", ms_text(answer.ledger.step_ms).removesuffix(" ms"), "100.0%")
+    return table
+
+
+def gains_table(answer: Answer) -> Table:
+    """What single changes would gain, the largest first."""
+    table = Table(title="One change alone, with this plan", title_justify="left")
+    for column in ("--what-if", "step", "change", ""):
+        table.add_column(column, justify="left" if column in ("--what-if", "") else "right")
+    before_ms = answer.prediction.step_ms
+    for gain in gains_of(answer):
+        change = f"{gain.step_ms / before_ms - 1:+.1%}"
+        table.add_row(gain.change, ms_text(gain.step_ms), change, "" if gain.fits else "does not fit into memory")
+    return table
 
 
 def print_answer(console: Console, answer: Answer) -> None:

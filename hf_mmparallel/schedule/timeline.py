@@ -170,7 +170,11 @@ class Timeline:
     @cached_property
     def busy_ms(self) -> dict[int, float]:
         """Rank -> total time of its own work."""
-        by_stage = np.bincount(self.graph.columns[0], self.durations.tasks, len(self.graph.stages))
+        return self.busy_of(self.durations.tasks)
+
+    def busy_of(self, task_ms: NDArray) -> dict[int, float]:
+        """Rank -> total time of its tasks, if these take `task_ms` `[tasks]`."""
+        by_stage = np.bincount(self.graph.columns[0], task_ms, len(self.graph.stages))
         busy = dict.fromkeys(range(self.num_ranks), 0.0)
         for ranks, stage_ms in zip(self._ranks, by_stage.tolist(), strict=True):
             for rank in ranks:
