@@ -44,27 +44,41 @@ from .simulations import (
 # Of a simulated step to what is expected of it, where nothing like it was simulated: of layouts by their closed form,
 # and of another schedule, arrangement, sharding or storage by the step of the candidate that differs in it alone.
 _USUAL_RATIO, _USUAL_OF_NEIGHBOURS = 0.8, 0.95
+_USUAL_IDLE = 0.6  # of the time in which the busiest rank does not work, what another schedule leaves
 _QUANTILE = 0.1  # of what was seen
 _SURE = 2  # how many steps of a group count as much as what is usual
 _MISFITS, _MOST_MISFITS = 8, 128  # in a row, after which memory counts as much as time, and which end a search
 _LEAST_EXCESS = 1e-6  # of an estimate of memory over the limit that counts
 _MOST_EFFORT = 2  # times the effort, where too few plans fit
-_DOUBTFUL_SHARE = 0.5  # of the effort, until which candidates are simulated that are not expected to be the fastest
+# of the effort since a faster step was found, for candidates that are not expected to be the fastest
+_DOUBTFUL_SHARE = 0.5
 _LEAST_RANKS = 128  # ranks for which there is effort at least
 _RANKS_PER_SHARE = 4  # of more ranks, so many have the effort of one
-_FEW_RANKS, _FEW_TIMES = 8, 3  # up to which there is more effort, and how many times as much
+_FEW_RANKS, _FEW_TIMES = 48, 3  # below which there is more effort, in proportion, up to so many times as much
 
 Made = tuple[Candidate, EstimatedCandidate]
+
+
+class _Low:
+    """A low one of the values that were seen, at first a usual one."""
+
+    def __init__(self, usual: float):
+        self.value, self._usual, self._seen = usual, usual, list[float]()
+
+    def learn(self, value: float) -> None:
+        insort(self._seen, value)
+        low, count = self._seen[int(_QUANTILE * len(self._seen))], len(self._seen)
+        self.value = (_SURE * self._usual + count * low) / (_SURE + count)
 
 
 class _Group:
     """Candidates that are waiting, whose steps should be off alike from what is expected of them."""
 
     def __init__(self, usual: float):
-        self.ratio = usual  # a low one of steps to what is expected
+        self.ratio = _Low(usual)  # of what steps take beyond the least to what is expected of that
+        self.gain = _Low(_USUAL_OF_NEIGHBOURS)  # of steps to what is expected
         self.entries: list[Made | int] = []  # candidates, or their indices in the space
         self.columns = np.empty((3, 0))  # expected ms, least ms, and the estimated memory over the limit
-        self._usual, self._seen = usual, list[float]()
         self._first: dict[tuple[float, float, float], tuple[bool, float, int]] = {}  # until an entry comes or goes
 
     def add(self, entries: Sequence[Made | int], *columns: NDArray | float) -> None:
@@ -73,12 +87,12 @@ class _Group:
         added = np.stack([np.broadcast_to(column, len(entries)) for column in columns])
         self.columns = np.concatenate([self.columns, added], axis=1)
 
-    def learn(self, ratio: float) -> None:
+    def learn(self, step_ms: float, expected_ms: float, least_ms: float) -> None:
         """Learns from the step of an entry what may become of the others."""
         self._first.clear()
-        insort(self._seen, ratio)
-        low, count = self._seen[int(_QUANTILE * len(self._seen))], len(self._seen)
-        self.ratio = (_SURE * self._usual + count * low) / (_SURE + count)
+        self.gain.learn(step_ms / expected_ms)
+        if expected_ms > least_ms:
+            self.ratio.learn((step_ms - least_ms) / (expected_ms - least_ms))
 
     def first(self, best_ms: float, gain: float, power: float) -> tuple[bool, float, int]:
         """Of the next entry: whether it is not expected to be the fastest, its place in the queue, and its index."""
@@ -91,7 +105,7 @@ class _Group:
         if not self.entries:
             return True, math.inf, -1
         expected_ms, least_ms, excess = self.columns
-        promised_ms = np.maximum(gain * self.ratio * expected_ms, least_ms)
+        promised_ms = least_ms + gain * self.ratio.value * np.maximum(expected_ms - least_ms, 0.0)
         # memory decides what comes first, since estimates are off, but not what is left out
         over, relative = np.square(np.maximum(1.0, excess)), np.clip(excess, _LEAST_EXCESS, 1 / _LEAST_EXCESS)
         score = promised_ms * over * over * exp(power * log(relative))
@@ -121,8 +135,9 @@ class Queue:
         self.bounds = StepBounds(self.problem)
         # in tasks
         self.effort = self.problem.effort * max(_LEAST_RANKS, self.problem.num_ranks // _RANKS_PER_SHARE)
-        self.effort *= _FEW_TIMES if self.problem.num_ranks <= _FEW_RANKS else 1
+        self.effort *= max(1.0, min(_FEW_TIMES, _FEW_RANKS / self.problem.num_ranks))
         self.slices = _Group(1.0)  # candidates of which a slice was simulated
+        self.crowded = _Group(1.0)  # of which hardly one fits, see [`Simulations.crowded`]
         self.layouts: dict[int, _Group] = {}  # by kind
         self.neighbours: dict[tuple, _Group] = {}  # of simulated candidates, by what differs
         self.storages = list(offloading_problems(self.problem))
@@ -168,12 +183,13 @@ class Queue:
         waiting_ms, power = self.slices.columns[0].min(initial=math.inf), self.misfits / _MISFITS
         best_ms = min(self.simulations.best_ms, waiting_ms)
         yield *self.slices.first(best_ms * (1 + 1e-9), 1.0, power), self.slices
+        yield True, *self.crowded.first(best_ms, 1.0, power)[1:], self.crowded
         # layouts may get another schedule later
         usual = _USUAL_OF_NEIGHBOURS if len(self.problem.schedules) > 1 else 1.0
         gains = dict.fromkeys(self.layouts, min(1.0, usual))
         for key, group in self.neighbours.items():
             if key[0] in gains:
-                gains[key[0]] = min(gains[key[0]], group.ratio)
+                gains[key[0]] = min(gains[key[0]], group.gain.value)
             yield *group.first(best_ms, 1.0, power), group
         for kind, group in self.layouts.items():
             yield *group.first(best_ms, gains[kind], power), group
@@ -184,7 +200,7 @@ class Queue:
         entry, expected_ms, least_ms = group.pop(index)
         candidate, estimated = self._made(entry)
         key = key_of(candidate)
-        if group is not self.slices and (key in self._tried or not _differs(self.problem, candidate)):
+        if group not in (self.slices, self.crowded) and (key in self._tried or not _differs(self.problem, candidate)):
             return
         if not is_needed and max(least_ms, bound_ms := self._least_ms(entry)) >= simulations.best_ms:
             # with another arrangement or sharding it may take less than the work of its busiest rank
@@ -199,12 +215,16 @@ class Queue:
             # other numbers of microbatches and arrangements often give the same ones
             step = key_of(replace(candidate, num_microbatches=1, arrangement="")), found.step_ms
             if step not in self._seen:
-                group.learn(cautious_ms(found) / expected_ms)
+                group.learn(cautious_ms(found), expected_ms, least_ms)
                 if group is not self.slices:
                     self._add_neighbours(found)
             self._seen.add(step)
-        elif isinstance(entry, int):
-            self._add_storage(candidate, estimated, expected_ms)
+        elif group is not self.crowded:
+            if key in simulations.crowded:
+                promised_ms = least_ms + group.ratio.value * max(expected_ms - least_ms, 0.0)
+                self.crowded.add([(candidate, estimated)], promised_ms, least_ms, simulations.crowded[key])
+            if isinstance(entry, int):
+                self._add_storage(candidate, estimated, expected_ms)
 
     def _made(self, entry: Made | int) -> Made:
         if not isinstance(entry, int):
@@ -221,16 +241,21 @@ class Queue:
 
     def _add(self, key: tuple, made: Made, expected_ms: float, least_ms: float = 0.0) -> None:
         """Adds a neighbour."""
-        self.neighbours.setdefault(key, _Group(_USUAL_OF_NEIGHBOURS)).add([made], expected_ms, least_ms, 1.0)
+        usual = _USUAL_IDLE if least_ms else _USUAL_OF_NEIGHBOURS
+        self.neighbours.setdefault(key, _Group(usual)).add([made], expected_ms, least_ms, 1.0)
 
     def _add_neighbours(self, found: Simulated) -> None:
         """Adds candidates with another schedule or arrangement, or another sharding of a module."""
         problem, candidate, estimated, step_ms = self.problem, found.candidate, found.estimated, cautious_ms(found)
-        for schedule, vp_size in problem.schedules:
+        own = candidate.schedule, candidate.vp_size, candidate.arrangement
+        is_first = own == (*problem.schedules[0], problem.first_arrangement)  # what schedules gain is relative to that
+        for schedule, vp_size in problem.schedules if is_first else ():
             other = replace(candidate, schedule=schedule, vp_size=vp_size)
             if other != candidate:
-                least_ms = caution(other) * found.least_ms
-                self._add((estimated.kind, schedule, vp_size), (other, estimated), step_ms, least_ms)
+                # it changes what the busiest rank waits, not what that computes
+                expected_ms, least_ms = (caution(other) * own for own in (found.step_ms, found.least_ms))
+                key = (estimated.kind, schedule, vp_size, found.is_whole)
+                self._add(key, (other, estimated), expected_ms, least_ms)
         for arrangement in problem.arrangements:
             if arrangement != candidate.arrangement:
                 self._add((arrangement,), (replace(candidate, arrangement=arrangement), estimated), step_ms)
@@ -272,7 +297,7 @@ class Queue:
 
     def _is_proven(self) -> bool:
         """Whether no candidate that is waiting can be faster than the best, on the first batch."""
-        groups = (self.slices, *self.neighbours.values(), *self.layouts.values())
+        groups = (self.slices, self.crowded, *self.neighbours.values(), *self.layouts.values())
         left = (own.entries[i] for own in groups for i in np.argsort(own.columns[0], kind="stable").tolist())
         return not self.leaves_out and all(self._least_ms(entry) >= self.simulations.best_ms for entry in left)
 

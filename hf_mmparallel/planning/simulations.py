@@ -203,6 +203,8 @@ class Simulations:
         self.problem, self.batches = problem, problem.batches
         self.known: dict[str, Simulated] = {}  # candidates that fit so far
         self.too_large: dict[str, Candidate] = {}
+        # memory over the limit of those that would not fit with as many microbatches in flight as they may have
+        self.crowded: dict[str, float] = {}
         self.over: dict[str, tuple[float, Candidate]] = {}  # too large by single samples only, with peak bytes
         self.num_tasks = 0  # of all simulated steps
         self.best_ms = float("inf")  # the fastest step time with all replicas, see [`cautious_ms`]
@@ -306,23 +308,23 @@ class Simulations:
             prediction = self._fitting(candidate, self._arrange(candidate, batch, limit), limit)
         except ValueError:  # its state leaves no memory for activations
             return None
-        if prediction is None or not _has_room(self.problem, prediction.memory):
-            return None
-        return prediction
+        return prediction if prediction is not None and _has_room(self.problem, prediction.memory) else None
 
     def _fitting(self, candidate: Candidate, arranged: _Arranged, limit: float | None) -> Prediction | None:
         """Prediction of an arranged batch of a candidate, or of a slice of it; `None` if it exceeds a limit."""
         if limit is None:
             return self._predict(arranged)
-        # before it is simulated, since hardly a stage has fewer microbatches in flight than it may
-        peak_bytes = _most(arranged.planner.most_memory(arranged.planned))
-        if peak_bytes <= limit:
-            prediction = self._predict(arranged)
-            if prediction.peak_memory_bytes <= limit:
-                return prediction
-            peak_bytes = prediction.peak_memory_bytes
+        key = key_of(candidate)
+        if key not in self.known and key not in self.crowded:
+            peak_bytes = _most(arranged.planner.most_memory(arranged.planned))
+            if peak_bytes > limit:
+                self.crowded[key] = peak_bytes / limit
+                return None
+        prediction = self._predict(arranged)
+        if prediction.peak_memory_bytes <= limit:
+            return prediction
         if runs_large_samples_alone(arranged.planned):
-            self.over[key_of(candidate)] = (peak_bytes, candidate)
+            self.over[key] = (prediction.peak_memory_bytes, candidate)
         return None
 
     def predict(self, candidate: Candidate, batch: SampleSizes, memory_bytes: float | None) -> Prediction:
