@@ -20,6 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.modules["bitsandbytes"] = None  # type: ignore[assignment] # peft imports it, which takes seconds
+
 import psutil
 import torch
 import torch.distributed as dist

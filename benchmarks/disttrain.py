@@ -10,7 +10,7 @@ for 1024 x 1024.
 
 ```bash
 python benchmarks/disttrain.py
-python benchmarks/disttrain.py --trained encoder generator  # some settings; other cases stay as they are
+python benchmarks/disttrain.py --trained all --models MLLM-9B  # some cases; others stay as they are
 python benchmarks/disttrain.py --quick --out out/bench  # the numbers mean nothing
 ```
 """
@@ -193,11 +193,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny questions, to try the script itself")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
     parser.add_argument("--trained", nargs="+", choices=TRAINED, help="settings to run; other cases stay as they are")
+    parser.add_argument("--models", nargs="+", choices=LANGUAGE_MODELS, help="models to run; other cases stay")
     options = parser.parse_args()
     load, shapes = os.getloadavg(), QUICK if options.quick else SHAPES
     path = options.out / "disttrain.json"
-    kept = json.loads(path.read_text())["cases"] if options.trained and path.exists() else []
-    chosen = [(model, setting) for setting in options.trained or shapes.settings for model in shapes.models]
+    is_part = bool(options.trained or options.models)
+    kept = json.loads(path.read_text())["cases"] if is_part and path.exists() else []
+    settings, models = options.trained or shapes.settings, options.models or shapes.models
+    chosen = [(model, setting) for setting in settings for model in models]
     cases = [case for case in kept if (case["model"], case["trained"]) not in chosen]
     cases += common.in_processes(simulate, *zip(*chosen, strict=True), [shapes] * len(chosen))
     cases.sort(key=lambda case: (shapes.models.index(case["model"]), list(TRAINED).index(case["trained"])))

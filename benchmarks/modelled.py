@@ -11,7 +11,15 @@ from typing import Any
 import common
 import torch
 import torch.distributed as dist
-from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM, WhisperConfig, WhisperModel
+from transformers import (
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    WhisperConfig,
+    WhisperModel,
+)
 
 from hf_mmparallel import MultimodalModel
 from hf_mmparallel.data.step_batch import StepBatch
@@ -21,7 +29,8 @@ from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.schedule import Task
 from hf_mmparallel.world import World
 
-TOKENS = {"vision": 100, "audio": 101}
+TOKENS = {"vision": 100, "audio": 101, "image": 102}
+NUM_CODES = 4  # of an image that is drawn
 
 
 def message_ms(num_values: int, repeats: int = 100) -> float:
@@ -102,6 +111,9 @@ class SleepingStage:
     def input_shapes(self, batch: Any) -> Any:
         return self.stage.input_shapes(batch)
 
+    def num_targets(self, batch: Any) -> int:
+        return self.stage.num_targets(batch)
+
     def __call__(
         self, batch: Any, hidden: Any, features: Mapping[str, Sequence[Any]], num_tokens: int
     ) -> list[torch.Tensor]:
@@ -138,11 +150,14 @@ def sleep_instead(engine: ParallelEngine, costs: Mapping[Task, float]) -> None:
     }
 
 
-def tiny_model(encoders: Sequence[str] = ("vision", "audio")) -> MultimodalModel:
-    """A tiny model that sees, hears, or both; the language model has four layers, the encoders have two."""
+def tiny_model(modules: Sequence[str] = ("vision", "audio")) -> MultimodalModel:
+    """
+    A tiny model that sees, hears, draws, or several of these; the language model has four layers, the others two.
+    """
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     vision = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=8))
+    drawing = LlamaModel(LlamaConfig(**sizes, vocab_size=8, pad_token_id=0))
     sizes = {"d_model": 16, "encoder_layers": 2, "encoder_ffn_dim": 32, "encoder_attention_heads": 2}
     sizes |= {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "vocab_size": 50}
     hearing = WhisperModel(WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=6, pad_token_id=0))
@@ -150,29 +165,37 @@ def tiny_model(encoders: Sequence[str] = ("vision", "audio")) -> MultimodalModel
     decoder = LlamaForCausalLM(LlamaConfig(**language, vocab_size=120, pad_token_id=0))
     towers = {"vision": vision, "audio": hearing}
     return MultimodalModel.from_unimodal(
-        {name: towers[name] for name in encoders}, decoder, token_ids={name: TOKENS[name] for name in encoders}
+        {name: tower for name, tower in towers.items() if name in modules},
+        decoder,
+        token_ids={name: TOKENS[name] for name in modules},
+        generators={"image": drawing} if "image" in modules else None,
+        generator_settings={"image": {"num_tokens": NUM_CODES, "num_codes": 8}} if "image" in modules else None,
     )
 
 
-def tiny_samples(size: int, encoders: Sequence[str] = ("vision", "audio")) -> list[dict[str, torch.Tensor]]:
-    """Samples with an image, a clip, or both."""
-    media = {"vision": ("pixel_values", (3, 16, 16), 5), "audio": ("input_features", (8, 12), 6)}
+def tiny_samples(size: int, modules: Sequence[str] = ("vision", "audio")) -> list[dict[str, torch.Tensor]]:
+    """Samples with an image to see, a clip, an image to draw, or several of these."""
+    media = {
+        "vision": ("pixel_values", torch.randn(1, 3, 16, 16), 5),
+        "audio": ("input_features", torch.randn(1, 8, 12), 6),
+        "image": ("image_codes", torch.zeros(1, NUM_CODES, dtype=torch.int64), NUM_CODES),
+    }
     ids = [5]
-    for name in encoders:
+    for name in modules:
         ids += [TOKENS[name]] * media[name][2] + [6]
     tokens = torch.tensor([*ids, 7, 8])
     sample = {
         "input_ids": tokens,
         "attention_mask": torch.ones_like(tokens),
         "labels": tokens.masked_fill(tokens >= min(TOKENS.values()), common.IGNORE_INDEX),
-        **{media[name][0]: torch.randn(1, *media[name][1]) for name in encoders},
+        **{media[name][0]: media[name][1] for name in modules},
     }
     return [sample] * size
 
 
 def collate(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Samples of one length."""
-    joined = ("pixel_values", "input_features")
+    joined = ("pixel_values", "input_features", "image_codes")
     return {
         name: (torch.cat if name in joined else torch.stack)([sample[name] for sample in samples])
         for name in samples[0]

@@ -151,6 +151,17 @@ def share_read(model: MultimodalModel, tasks: DigitTasks) -> float:
     return float((words == batch["input_ids"][:, -2]).float().mean())
 
 
+class DrawingTrainer(MultimodalParallelTrainer):
+    """Its model card shows what the model draws, also on the Hub (`--push_to_hub`)."""
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        super().create_model_card(*args, **kwargs)
+        folder = Path(self.args.output_dir or ".")
+        if self.is_world_process_zero() and (folder / "drawn.png").exists():
+            with (folder / "README.md").open("a") as card:
+                card.write("\n## Drawn digits\n\n![ten drawings of each digit](drawn.png)\n")
+
+
 def main() -> MultimodalParallelTrainer:
     """Trains, saves, draws and reads."""
     given = HfArgumentParser(MultimodalTrainingArguments)  # type: ignore[arg-type]
@@ -159,18 +170,20 @@ def main() -> MultimodalParallelTrainer:
     if args.parallel is None and args.world_size > 1:
         args.parallel = LAYOUT
     set_seed(args.seed)
-    trainer = MultimodalParallelTrainer(
+    trainer = DrawingTrainer(
         model=build_model(),
         args=args,
         train_dataset=DigitTasks("train"),
         data_collator=PretokenizedCollator(IDS["<pad>"]),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
-    trainer.create_model_card(model_name="digits-any-to-any", dataset="scikit-learn digits")
     model = trainer.gather_model()
     if trainer.is_world_process_zero():
         report(model.eval(), Path(args.output_dir))
+    trainer.create_model_card(model_name="digits-any-to-any", dataset="scikit-learn digits")
+    if args.push_to_hub:
+        trainer.push_to_hub(model_name="digits-any-to-any", dataset="scikit-learn digits")
     return trainer
 
 
@@ -185,8 +198,6 @@ def report(model: Any, folder: Path) -> None:
     grid = apart.view(10, 10, 10, 10).permute(0, 2, 1, 3).reshape(100, 100)
     picture = Image.fromarray(((1 - grid.numpy()) * 127.5).astype(np.uint8))
     picture.resize((500, 500), Image.Resampling.NEAREST).save(folder / "drawn.png")
-    with (folder / "README.md").open("a") as card:
-        card.write("\n## Drawn digits\n\n![ten drawings of each digit](drawn.png)\n")
     held_out = classifier.score(unseen.pixels.flatten(1).numpy(), unseen.digits)
     print(f"drawn digits that the classifier recognises: {np.mean(found == wanted):.0%} ({folder / 'drawn.png'})")
     print(f"held-out digits that the classifier recognises: {held_out:.0%}; that the model reads: ", end="")

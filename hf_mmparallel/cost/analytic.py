@@ -364,8 +364,8 @@ def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
     shape = use.parameter.shape
     if not elements or len(shape) < 2:
         return 0.0, 0.0
-    if len(shape) > 3:  # a convolution
-        return float(shape[0]), use.parameter.num_elements / shape[0]
+    if len(shape) > 3:  # a convolution, and the positions that it computes for a token
+        return elements / use.parameter.num_elements * shape[0], elements / shape[0]
     count = elements / (shape[-1] * shape[-2])  # active experts of a token, or its share of a merged token
     return count * shape[-2], count * shape[-1]
 

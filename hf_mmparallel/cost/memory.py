@@ -139,25 +139,33 @@ def stage_uses(
     for key, memory in memories.items():
         name, replica, _ = key
         if (name, id(memory)) not in known:
-            columns = _uses_of(memory, *activations[name], plan.modules[name].dp_size)
+            table, values = activations[name]
+            entering = np.zeros(plan.modules[name].dp_size)
             for edge in plan.edges:
                 if edge.target == name and edge.source in sent and any(map(plan.stage(*key).has_layer, edge.layers)):
-                    columns[1] += received[edge.source, name] / memory.cp_size
-            if memory.frees_features:
-                columns[0] += sent.get(name, 0.0)
-            known[name, id(memory)] = list(map(StageUse._make, columns.T.tolist()))
+                    entering += received[edge.source, name]
+            known[name, id(memory)] = replica_uses(
+                memory, table.replica, table.microbatch, values, entering, sent.get(name, entering)
+            )
         result[key] = known[name, id(memory)][replica]
     return result
 
 
-def _uses_of(memory: StageMemory, table: ChunkTable, sizes: NDArray, num_replicas: int) -> NDArray:
-    """The columns of [`StageUse`] `[5, replicas]`, without features."""
-    result = np.zeros((5, num_replicas))
-    result[0] = memory.kept_bytes
+def replica_uses(
+    memory: StageMemory,
+    replica: NDArray,  # of each chunk, in order
+    microbatch: NDArray,  # of its replica
+    sizes: NDArray,  # `[chunks, 3]`, see `activation_sizes`
+    received: NDArray,  # bytes of features `[replicas]` that enter with the largest microbatch
+    sent: NDArray,  # of all features of a step `[replicas]`
+) -> list[StageUse]:
+    """What the microbatches of each replica need on a stage."""
+    result = np.zeros((5, len(received)))
+    result[0] = memory.kept_bytes + memory.frees_features * sent
     if len(sizes):
-        chunks = np.flatnonzero(np.diff(table.replica, prepend=-1))  # the first of each replica
-        replicas = table.replica[chunks]
-        is_first = (np.diff(table.replica, prepend=-1) != 0) | (np.diff(table.microbatch, prepend=-1) != 0)
+        chunks = np.flatnonzero(np.diff(replica, prepend=-1))  # the first of each replica
+        replicas = replica[chunks]
+        is_first = (np.diff(replica, prepend=-1) != 0) | (np.diff(microbatch, prepend=-1) != 0)
         microbatches = np.add.reduceat(sizes, np.flatnonzero(is_first))
         starts = (np.cumsum(is_first) - 1)[chunks]
         result[0, replicas] += memory.input_bytes * np.add.reduceat(microbatches[:, 1], starts)
@@ -165,7 +173,8 @@ def _uses_of(memory: StageMemory, table: ChunkTable, sizes: NDArray, num_replica
         result[2, replicas] = memory.most_running_bytes(sizes, chunks)
         result[3, replicas] = np.maximum.reduceat(memory.put_off_bytes(microbatches), starts)
         result[4, replicas] = np.maximum.reduceat(memory.moved_bytes(microbatches), starts)
-    return result
+    result[1] += received / memory.cp_size
+    return list(map(StageUse._make, result.T.tolist()))
 
 
 def _features(

@@ -47,6 +47,10 @@ class MeasuredPoint:
         """Sum of squared sequence lengths."""
         return self.tokens**2 / self.sequences
 
+    def times(self, share: float) -> MeasuredPoint:
+        """The point with a share of each quantity."""
+        return replace(self, **{name: share * getattr(self, name) for name in CURVES})
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -14,7 +13,6 @@ from .._portable import weighted_sum
 from ..plan import (
     LANGUAGE_MODEL,
     MAX_LOGITS,
-    ModelSpec,
     ModuleSpec,
     ParallelPlan,
     Stage,
@@ -233,6 +231,23 @@ def _module_memory(
     return _ModuleMemory(_array(put_off), saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
 
 
+def layer_kinds(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> list[int]:
+    """A number for each layer from -1 to one past the last, equal where stages need as much memory for it."""
+    memory, uses = (
+        _module_memory(costs, module, tp_size, checkpointing, StorageSettings()),
+        _uses_of(costs, module, tp_size),
+    )
+    numbers: dict[tuple, int] = {}
+    result = []
+    for row, index in enumerate(range(-1, costs.spec.modules[module].num_layers + 1)):
+        own = uses.of_layers(range(index, index + 1))
+        tables = (memory.saved, memory.forward, memory.backward, memory.put_off)
+        parameters = (getattr(own, column.name).tobytes() for column in fields(own)[2:])
+        kind = (memory.needed[row], *(table[row].tobytes() for table in tables), *parameters)
+        result.append(numbers.setdefault(kind, len(numbers)))
+    return result
+
+
 def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings) -> NDArray:
     """(num_layers, 3) bytes that layers save which are in host memory: per squared token, per token, constant."""
     return _module_memory(costs, module, tp_size, checkpointing, storage).moved[1:-1]
@@ -376,7 +391,7 @@ def _stage_memory(
     rows = [1 + index for index in layer_indices]
     head = _Head(costs, module_spec, tp_size)
     has_logits = bool(head.num_words) and layers[1] == module_spec.num_layers
-    weights = _weights(costs.spec, module, layer_indices, tp_size, shards, storage)
+    weights = _weights(costs, module, range(layer_indices[0], layer_indices[-1] + 1), tp_size, shards, storage)
     trained = float(weights.gradients.sum())
     is_summed = is_copied and not shards.divides(REDUCES_IN_PASSES)
     is_layer = np.array([0 <= index < module_spec.num_layers for index in layer_indices])
@@ -475,55 +490,91 @@ def _state(weights: _Weights, trained: float, storage: StorageSettings) -> RankM
     return RankMemory(total, trained, host=streamed + 3 * weights.updated + gradients)
 
 
-def _weights(
-    spec: ModelSpec,
-    module: str,
-    layer_indices: Sequence[int],
-    tp_size: int,
-    shards: _Shards,
-    storage: StorageSettings,
-) -> _Weights:
-    num_layers = spec.modules[module].num_layers
-    empty = np.zeros(len(layer_indices))
-    result = _Weights(empty, empty.copy(), empty.copy(), empty.copy(), empty.copy())
-    used = Counter(use.parameter.name for index in layer_indices for use in spec.uses.get((module, index), ()))
-    seen: set[str] = set()
-    for row, index in reversed(list(enumerate(layer_indices))):  # a tied gradient is allocated by the first backward
+@dataclass(frozen=True, eq=False)
+class _Uses:
+    """The parameters of a module on a rank of a tp group, an entry for each use by a layer, in order `[uses]`."""
+
+    layer: NDArray
+    parameter: NDArray  # its number
+    values: NDArray  # on the rank
+    value_bytes: NDArray
+    trained: NDArray
+    is_tied: NDArray  # used by several modules or layers
+    over_tp: NDArray  # whole on each rank of the group
+    is_expert: NDArray  # of experts that ranks share
+    is_inner: NDArray  # of a layer
+    can_wait: NDArray  # whether its gradient can be put off
+
+    def of_layers(self, layers: range) -> _Uses:
+        """The uses by some layers."""
+        rows = slice(*np.searchsorted(self.layer, [layers.start, layers.stop]).tolist())
+        return _Uses(*(getattr(self, column.name)[rows] for column in fields(self)))
+
+
+@lru_cache(maxsize=256)
+def _uses_of(costs: CostModel, module: str, tp_size: int) -> _Uses:
+    spec, module_spec = costs.spec, costs.spec.modules[module]
+    rows, numbers = [], dict[str, int]()
+    for index in range(-1, module_spec.num_layers + 1):
         shares = parameter_shares(spec, module, index, tp_size)
-        for use in spec.uses.get((module, index), ()):
-            p, value_bytes = use.parameter, DTYPE_BYTES.get(use.parameter.dtype, FULL)
-            num_values = shares[p.name] * p.num_elements
-            num_bytes, gradient = num_values * value_bytes, num_values * max(value_bytes, FULL) * p.trainable
-            narrow = num_bytes if p.trainable and value_bytes < FULL else 0.0
-            result.largest[row] = max(result.largest[row], gradient + narrow)
-            shares_experts = bool(p.num_experts and spec.modules[module].expert_ranks)
-            over_tp = tp_size > 1 and p.replicated and not shares_experts
-            if p.name in seen:
-                result.tied -= 0.0 if over_tp else gradient  # both uses are on this stage
-                continue
-            seen.add(p.name)
-            own = replace(shards, zero_stage=1) if p.name in spec.tied and used[p.name] == 1 else shards
-            if shares_experts:  # of which there are fewer copies
-                own = replace(own, count=max(1, own.count * tp_size // len(spec.modules[module].expert_ranks)))
-            gathers, reduces = own.divides(GATHERS_IN_PASSES), own.divides(REDUCES_IN_PASSES)
-            num_slices = own.count * (tp_size if over_tp and shards.are_all and shards.zero_stage else 1)
-            if storage.offload_params and not p.trainable and 0 <= index < num_layers:
-                result.streamed[row] += num_bytes
-            else:
-                result.total += num_bytes / (own.count if gathers else 1)
-                result.gathered[row] += num_bytes * gathers
-            if p.trainable:
-                has_master = storage.has_master_weights and value_bytes < FULL
-                result.updated += num_values / num_slices * (FULL if has_master else value_bytes)
-                result.master += num_values / num_slices * FULL * has_master
-            result.gradients[row] += gradient / (own.count if reduces else 1)
-            result.reduced[row] += gradient * reduces
-            if reduces and not can_put_off(spec.modules[module], spec.tied, p, index):
-                result.at_once += gradient
-            result.updated_gradients += gradient / num_slices
-            result.slices += gradient / num_slices if num_slices > 1 and not reduces else 0.0
-            result.tied += gradient if over_tp or p.name in spec.tied else 0.0
-    return result
+        for p in (use.parameter for use in spec.uses.get((module, index), ())):
+            is_expert = bool(p.num_experts and module_spec.expert_ranks)
+            row = (
+                *(index, numbers.setdefault(p.name, len(numbers)), shares[p.name] * p.num_elements),
+                *(DTYPE_BYTES.get(p.dtype, FULL), p.trainable, p.name in spec.tied),
+                *(tp_size > 1 and p.replicated and not is_expert, is_expert),
+                *(0 <= index < module_spec.num_layers, can_put_off(module_spec, spec.tied, p, index)),
+            )
+            rows.append(row)
+    columns = zip(*rows, strict=True) if rows else [()] * len(fields(_Uses))
+    types = (int, int, float, float, bool, bool, bool, bool, bool, bool)
+    return _Uses(*(np.array(column, own) for column, own in zip(columns, types, strict=True)))
+
+
+def _weights(
+    costs: CostModel, module: str, layers: range, tp_size: int, shards: _Shards, storage: StorageSettings
+) -> _Weights:
+    uses = _uses_of(costs, module, tp_size).of_layers(layers)
+    gradients = uses.values * np.maximum(uses.value_bytes, FULL) * uses.trained
+    narrow = uses.values * uses.value_bytes * (uses.trained & (uses.value_bytes < FULL))
+    largest = np.zeros(len(layers))
+    np.maximum.at(largest, uses.layer - layers.start, gradients + narrow)
+    # of a parameter with several uses on this stage the last one counts: the first backward allocates its gradient
+    used = np.bincount(uses.parameter, minlength=1)[uses.parameter]
+    _, last = np.unique(uses.parameter[::-1], return_index=True)
+    counts = np.zeros(len(used), bool)
+    counts[len(used) - 1 - last] = True
+    tied = gradients[counts & (uses.over_tp | uses.is_tied)].sum() - gradients[~counts & ~uses.over_tp].sum()
+    gradients, values, num_bytes = (own * counts for own in (gradients, uses.values, uses.values * uses.value_bytes))
+    # copies that divide the values: of experts there are fewer; tied ones are summed over both of their uses
+    experts = len(costs.spec.modules[module].expert_ranks)
+    copies = np.where(uses.is_expert, max(1, shards.count * tp_size // experts) if experts else 1, shards.count)
+    is_whole = uses.is_tied & (used == 1)
+    gathers, reduces = (
+        (copies > 1) & (shards.zero_stage >= stage) & ~is_whole for stage in (GATHERS_IN_PASSES, REDUCES_IN_PASSES)
+    )
+    slices = copies * np.where(uses.over_tp & (shards.are_all and shards.zero_stage > 0), tp_size, 1)
+    streamed = num_bytes * (uses.is_inner & ~uses.trained & storage.offload_params)
+    has_master = (uses.value_bytes < FULL) & storage.has_master_weights
+    updated, kept = values * uses.trained / slices, num_bytes - streamed
+
+    def by_layer(own: NDArray) -> NDArray:
+        return np.bincount(uses.layer - layers.start, own, len(layers))
+
+    return _Weights(
+        by_layer(gradients / np.where(reduces, copies, 1)),
+        largest,
+        by_layer(kept * gathers),
+        by_layer(gradients * reduces),
+        by_layer(streamed),
+        total=float((kept / np.where(gathers, copies, 1)).sum()),
+        updated=float((updated * np.where(has_master, FULL, uses.value_bytes)).sum()),
+        updated_gradients=float((gradients / slices).sum()),
+        master=float((updated * FULL * has_master).sum()),
+        at_once=float(gradients[reduces & ~uses.can_wait].sum()),
+        slices=float((gradients / slices)[(slices > 1) & ~reduces].sum()),
+        tied=float(tied),
+    )
 
 
 def _sent_entry(costs: CostModel, module_spec: ModuleSpec, stop: int, needed: Sequence[bool]) -> _Entry:

@@ -16,11 +16,13 @@ from ..arrange.rank_batches import arrange_for_ranks, unlike_turn, whole_model_w
 from ..plan import ModelSpec, ParallelPlan, SampleSizes, StageKey, StepPlan, SyncGroup, Workloads, resolve_plan
 from ..plan.step_plan import BatchIndices
 from ..schedule import (
+    GradientFlow,
     Program,
     Representatives,
     Timeline,
     default_cost,
     find_representatives,
+    in_flight_limits,
     program_of_parts,
     simulate,
 )
@@ -204,6 +206,21 @@ class StepPlanner:
         if not plan.policy.fills_memory or not self.training:
             return None
         return fitting_in_flight(self.costs, plan, step, sizes, self.memory_bytes)
+
+    def most_memory(self, planned: PlannedStep) -> dict[int, RankMemory]:
+        """The memory of each rank if all stages of a step have as many microbatches in flight as they may."""
+        plan, step, sizes = self.plan, planned.step, planned.sizes
+        assert sizes is not None
+        limits, flow = in_flight_limits(plan, step, self._fitting(plan, step, sizes)), GradientFlow(plan)
+        in_flight = {
+            (name, replica, index): min(limits.get((name, replica, index), np.inf), len(microbatches))
+            if flow.has_backward(name, replica, index)
+            else 1.0
+            for name, module in plan.modules.items()
+            for replica, microbatches in enumerate(step.microbatches[name])
+            for index in range(len(module.replicas[replica]))
+        }
+        return memory_per_rank(self.costs, plan, step, sizes, in_flight)
 
     def predict(self, planned: PlannedStep, sizes: SampleSizes | None = None) -> Prediction:
         """Predicts the time and memory of a step; `sizes` is for one that was planned without them."""

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from scipy.signal import resample_poly
 from torch import Tensor
 from transformers.audio_utils import load_audio
 from transformers.image_utils import load_image
@@ -81,7 +80,11 @@ def read_audio(
     if isinstance(value, Mapping) and value.get("array") is not None:
         sound, given = np.asarray(value["array"], dtype=np.float32), value.get("sampling_rate") or rate
         sound = sound.mean(0) if sound.ndim == 2 else sound  # channels
-        return sound if given == rate else resample_poly(sound, rate, given).astype(np.float32)
+        if given == rate:
+            return sound
+        from scipy.signal import resample_poly  # takes most of a second to import
+
+        return resample_poly(sound, rate, given).astype(np.float32)
     if isinstance(value, Mapping) and value.get("bytes") is not None:
         value = f"data:;base64,{base64.b64encode(value['bytes']).decode()}"
     value = _path_of(value)

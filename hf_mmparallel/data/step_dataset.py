@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,8 @@ class RankInputs:
     unused: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # module with several cp ranks -> what distributes its chunks over them
     sharders: Mapping[str, Sharder] = field(default_factory=dict)
+    # generator -> entry with its targets, id of its placeholder, and placeholders of a target
+    targets: Mapping[str, tuple[str, int, int]] = field(default_factory=dict)
 
     def chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
         """(module, replica, microbatch, chunk) -> batch indices, for every chunk of the rank."""
@@ -71,6 +73,18 @@ class RankInputs:
                     if not wanted.isdisjoint(batch_indices):
                         result[name, replica, microbatch, chunk] = batch_indices
         return result
+
+
+def check_targets(batch: Mapping[str, Any], inputs: RankInputs, samples: Sequence[int]) -> None:
+    """Refuses samples of the language model with targets of a generator that have no placeholders."""
+    for name, (entry, token, num_tokens) in inputs.targets.items():
+        if entry in batch and "input_ids" in batch:
+            count, found = len(batch[entry]), int((torch.as_tensor(batch["input_ids"]) == token).sum())
+            if count * num_tokens > found:
+                raise ValueError(
+                    f"Samples {list(samples)} have {count} items in `{entry}`, but {found} placeholders of generator "
+                    f"`{name}` (id {token}) in `input_ids`. Give {num_tokens} placeholders for each item."
+                )
 
 
 class _BadSamplesError(Exception):
@@ -176,9 +190,12 @@ class StepDataset(Dataset):
         batches = {}
         for key, batch_indices in self.inputs.chunks(step).items():
             unused = self.inputs.unused.get(key[0], frozenset())
+            batch = collated.batch(self.reader(key[0]), batch_indices)
+            if key[0] == LANGUAGE_MODEL:
+                check_targets(batch, self.inputs, [step.samples[index] for index in batch_indices])
             batches[key] = {
                 name: value
-                for name, value in collated.batch(self.reader(key[0]), batch_indices).items()
+                for name, value in batch.items()
                 if not (name in unused and torch.is_tensor(value) and value.is_floating_point())
             }
         shardings = {}

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 
-from .features import forward_arguments
+from .features import forward_arguments, meta_forward
 from .loss import IGNORE_INDEX
 from .multimodal_backbone import MLPProjector, keep_weights
 from .multimodal_config import GeneratorSettings, MultimodalConfig
@@ -50,6 +51,14 @@ class Generator(nn.Module):
 
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         """Counts what the loss is summed over in a batch, without reading it on a device."""
+        raise NotImplementedError
+
+    def row_shares(self) -> dict[str, float]:
+        """How often a row is multiplied with each matrix of the tower, where that is not once."""
+        return {}
+
+    def blank_targets(self, num_items: int) -> Tensor | None:
+        """Targets of so many items, without values; `None` where the tower's config does not say their size."""
         raise NotImplementedError
 
     def loss(self, rows: Tensor, **inputs: Any) -> Tensor:
@@ -118,16 +127,19 @@ class CodeGenerator(Generator):
         codes = inputs.get(self.entries[0])
         return 0 if codes is None else int((codes != IGNORE_INDEX).sum())
 
-    def logits(self, rows: Tensor) -> Tensor:
+    def blank_targets(self, num_items: int) -> Tensor | None:
+        return torch.zeros(num_items, self.settings.num_tokens, self.settings.num_codebooks, dtype=torch.int64)
+
+    def logits(self, condition: Tensor) -> Tensor:
         """Logits of the codes of some items, `(items, num_tokens, num_codebooks, num_codes)`."""
-        hidden = self.tower(inputs_embeds=self.condition(rows), **self._options).last_hidden_state
+        hidden = self.tower(inputs_embeds=condition, **self._options).last_hidden_state
         return self.head(hidden).unflatten(-1, (self.settings.num_codebooks, -1))
 
     def loss(self, rows: Tensor, **inputs: Any) -> Tensor:
-        _, codes = self.items(rows, inputs)
+        condition, codes = self.items(rows, inputs)
         if codes is None or not len(codes):
             return rows.float().sum() * 0.0
-        logits = self.logits(rows)
+        logits = self.logits(condition)
         if codes.numel() != logits.shape[:-1].numel():
             raise ValueError(
                 f"`{self.entries[0]}` has codes of shape {tuple(codes.shape)} for items of "
@@ -141,7 +153,7 @@ class CodeGenerator(Generator):
     @torch.no_grad()
     def generate(self, rows: Tensor) -> Tensor:
         """The most probable codes of some items, `(items, num_tokens, num_codebooks)`."""
-        return self.logits(rows).argmax(-1)
+        return self.logits(self.condition(rows)).argmax(-1)
 
 
 class DiffusionGenerator(Generator):
@@ -164,6 +176,13 @@ class DiffusionGenerator(Generator):
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         latents = inputs.get(self.entries[0])
         return 0 if latents is None else latents.numel()
+
+    def blank_targets(self, num_items: int) -> Tensor | None:
+        config: Any = self.tower.config
+        size, channels = config.get("sample_size"), config.get("in_channels")
+        if size is None or channels is None:
+            return None
+        return torch.zeros(num_items, channels, *((size, size) if isinstance(size, int) else size))
 
     def predict(self, noisy: Tensor, steps: Tensor, condition: Tensor) -> Tensor:
         """Runs the model on noisy latents `(items, ...)` at time steps `(items,)`."""
@@ -218,6 +237,31 @@ class DiffusionGenerator(Generator):
             latents = self.scheduler.step(output, step, latents, **extra).prev_sample
         return latents
 
+    def row_shares(self) -> dict[str, float]:
+        """
+        How often a row is multiplied with each matrix of the tower, counted in a forward without weights for an item
+        of the size in the tower's config; empty if it has none. Attention is counted with the matrices around it.
+        """
+        tower: Any = self.tower
+        latents = self.blank_targets(1)
+        if latents is None:
+            return {}
+        condition = torch.empty(1, self.settings.num_tokens, self.width, device="meta", dtype=tower.dtype)
+        inputs = {self._sample_argument: latents.to("meta", tower.dtype), "encoder_hidden_states": condition}
+        with FlopCounterMode(display=False) as counter:
+            meta_forward(tower, timestep=torch.zeros(1, device="meta"), **inputs, return_dict=False)
+        counted = {name: sum(own.values()) for name, own in counter.get_flop_counts().items()}
+        root, modules = type(tower).__name__, list(tower.named_modules())
+        of_module = {name: counted.get(f"{root}.{name}" if name else root, 0) for name, _ in modules}
+        matrices = {name: parameter.numel() for name, parameter in tower.named_parameters() if parameter.dim() > 1}
+        flops = {name: float(of_module[name.rpartition(".")[0]]) * name.endswith(".weight") for name in matrices}
+        for name, _ in reversed(modules):  # what is inside of a module before it
+            inside = [matrix for matrix in flops if not name or matrix.startswith(f"{name}.")]
+            held = sum(flops[matrix] for matrix in inside)
+            if held and of_module[name] > held:
+                flops.update({matrix: flops[matrix] * of_module[name] / held for matrix in inside})
+        return {name: value / (2 * matrices[name] * self.settings.num_tokens) for name, value in flops.items()}
+
     def compute_buffers(self, module: nn.Module) -> None:
         """Computes buffers of a module that checkpoints don't have, such as positions of patches, anew."""
         name = next((name for name, part in self.tower.named_modules() if part is module), None)
@@ -226,6 +270,9 @@ class DiffusionGenerator(Generator):
             fresh = type(tower).from_config(tower.config).get_submodule(name)
             for key in module._non_persistent_buffers_set:
                 module.get_buffer(key).copy_(fresh.get_buffer(key))
+
+
+TARGETS = (CodeGenerator.targets, DiffusionGenerator.targets)
 
 
 def is_flow(scheduler: Any) -> bool:
@@ -238,7 +285,8 @@ def scheduler_of(config: Mapping[str, Any]) -> Any:
     import diffusers
 
     values = {"_class_name": "DDPMScheduler", **config}
-    return getattr(diffusers, values["_class_name"]).from_config(values)
+    with torch.device("cpu"):  # its tables have values also where the model is built without weights
+        return getattr(diffusers, values["_class_name"]).from_config(values)
 
 
 def condition_width(name: str, tower: nn.Module) -> int:

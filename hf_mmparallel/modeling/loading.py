@@ -224,6 +224,8 @@ def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
     if isinstance(source, nn.Module):
         return source
     is_checkpoint = isinstance(source, (str, Path))
+    from . import multimodal_model  # noqa: F401 (lets transformers know composed models)
+
     # `dtype` is that of the configuration by default; `kwargs` are such as `revision` or `trust_remote_code`
     config = transformers.AutoConfig.from_pretrained(source, **kwargs) if is_checkpoint else source
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling, CausalLMOu
 
 from .._versions import CACHE, takes_cache
 from .features import flat_features
-from .generators import DiffusionGenerator, build_generator, load_tower
+from .generators import TARGETS, DiffusionGenerator, build_generator, load_tower
 from .loading import without_weights
 from .loss import num_target_tokens
 from .multimodal_backbone import (
@@ -244,6 +244,7 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             name: {key: kwargs.pop(key) for key in generator.entries if key in kwargs}
             for name, generator in self.generators.items()
         }
+        self._check_targets(kwargs)
         generated = {name for name, own in targets.items() if any(value is not None for value in own.values())}
         wanted = self.generators if output_rows else generated
         if any(self.generators[name].settings.layer is not None for name in wanted):
@@ -286,6 +287,15 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
             **{CACHE: outputs.get(CACHE)},
         )
         return output if return_dict is not False else output.to_tuple()
+
+    def _check_targets(self, entries: Mapping[str, Any]) -> None:
+        """Refuses targets of a generator that the model does not have."""
+        for entry in entries:
+            if entry.rpartition("_")[2] in TARGETS and entry not in self.model.encoder_inputs.entries:
+                raise ValueError(
+                    f"The batch has `{entry}`, targets of a generator that the model does not have. Its own are "
+                    f"{list(self.generators)}. Name the entry after one of them, or compose the model with it."
+                )
 
     def _rows(self, name: str, input_ids: torch.Tensor | None, outputs: Any) -> torch.Tensor:
         """Returns the hidden states at the placeholders of a generator, `(placeholders, hidden_size)`."""

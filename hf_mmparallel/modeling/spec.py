@@ -86,7 +86,7 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
-    parts = _discover_encoders(model, decoder, names) if hook is None else dict(hook())
+    parts, tokenizers = _discover_encoders(model, decoder, names) if hook is None else (dict(hook()), ())
     assigned = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
     tower = names[id(decoder)]
     rest = dict.fromkeys(
@@ -94,24 +94,36 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
         for name, _ in model.named_parameters()
         if not inside(name, tower) and not any(inside(name, prefix) for prefix in assigned)
     )
-    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest)))
+    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest), first=tokenizers))
     encoders = {name: part for name, part in parts.items() if part.generator is None}
     return {**encoders, LANGUAGE_MODEL: language_model, **{k: v for k, v in parts.items() if k not in encoders}}
 
 
-def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]) -> dict[str, ModulePart]:
-    """Finds the encoders that the model's `get_{modality}_features` methods call."""
+def _discover_encoders(
+    model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]
+) -> tuple[dict[str, ModulePart], tuple[str, ...]]:
+    """
+    Finds the encoders that the model's `get_{modality}_features` methods call, and the submodules by which methods
+    turn media into words of the vocabulary, which the language model embeds as others (Chameleon, Emu3).
+    """
     base = model.base_model
     entries: dict[str, dict[str, Any]] = {}
+    tokenizers: list[str] = []
     for modality, name in ENCODER_OF_MODALITY.items():
-        owner = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
+        owner: Any = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
         token_id = placeholder_token(model.config, modality)
         if owner is None or token_id is None:
             continue
         tower = model.get_encoder(modality=modality)
         if tower is None:  # a configuration without this encoder (Gemma 4 without audio)
             continue
+        method = getattr(owner, f"get_{modality}_features")
         if tower is model or tower is base or tower is decoder:
+            used = _attributes_used(type(owner), [method.__func__])
+            if "get_input_embeddings" in used:
+                parts = {id(part) for name, part in owner.named_children() if name in used}
+                tokenizers += [names[key] for key in parts - {id(owner.get_input_embeddings())}]
+                continue
             raise ValueError(
                 f"`{type(model).__name__}` has `get_{modality}_features`, but `get_encoder('{modality}')` finds no "
                 f"encoder. Give the model a method `multimodal_parts` that names it."
@@ -119,7 +131,7 @@ def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[i
         entry = entries.setdefault(
             name, {"tower": names[id(tower)], "features": {}, "placeholders": {}, "owner": owner}
         )
-        entry["features"][modality] = getattr(owner, f"get_{modality}_features")
+        entry["features"][modality] = method
         entry["placeholders"][modality] = token_id
     reserved = {id(decoder), *(id(model.get_submodule(entry["tower"])) for entry in entries.values())}
     assigned: set[str] = set()
@@ -133,7 +145,7 @@ def _discover_encoders(model: PreTrainedModel, decoder: nn.Module, names: dict[i
                 prefixes.append(path)
                 assigned.add(path)
         entry["prefixes"] = tuple(prefixes)
-    return {name: ModulePart(**entry) for name, entry in entries.items()}
+    return {name: ModulePart(**entry) for name, entry in entries.items()}, tuple(tokenizers)
 
 
 def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[str]:
@@ -227,11 +239,17 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     locations = _parameter_locations(model, parts, stacks)
     by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
     experts = {id(p): module.num_experts for module in experts_of(model).values() for p in module.parameters()}
+    shares = {
+        f"{part.tower}.{name}": share
+        for part in parts.values()
+        if part.generator is not None
+        for name, share in part.generator.row_shares().items()
+    }
     for name, parameter in model.named_parameters():
         module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(whole_shape(parameter))
-        share = active_share(model, name, shape)
+        share = shares[name] if name in shares else active_share(model, name, shape)
         trainable, num_experts = bool(parameter.requires_grad), experts.get(id(parameter), 0)
         entry = ParameterSpec(name, shape, layer, dtype, trainable, share, num_experts=num_experts)
         by_module[module].append(entry)
@@ -406,7 +424,8 @@ def _module_spec(
         tower=part.tower,
         taps=tuple(sorted(config.deepstack_visual_indexes)) if any(f.index is not None for f in features) else (),
         is_chain=is_chain,
-        head_dim=_setting(config, "head_dim", combine=_rounded_mean),
+        # attention of blocks that are no chain is counted with their matrices
+        head_dim=_setting(config, "head_dim", combine=_rounded_mean) if is_chain else 0,
         attention=getattr(config, "_attn_implementation", None) or "sdpa",
         activation_copies=activation_copies(
             _setting(config, "hidden_act", "hidden_activation", "activation_function")
@@ -528,7 +547,7 @@ def unknown_stacks(model: PreTrainedModel, parts: Mapping[str, ModulePart]) -> d
     """Finds the lists of transformer layers outside of the encoders and of the language model's stack, by name."""
     encoders = [part for name, part in parts.items() if name != LANGUAGE_MODEL]
     known = [prefix for part in encoders for prefix in (part.tower, *part.prefixes)]
-    known.append(find_stack(model, parts[LANGUAGE_MODEL].tower))
+    known += [find_stack(model, parts[LANGUAGE_MODEL].tower), *parts[LANGUAGE_MODEL].first]
     unknown: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or not are_layers(module):
@@ -565,6 +584,12 @@ def check_causal(model: PreTrainedModel) -> None:
             f"`{type(model).__name__}` has no language-model head, so it has no next-token loss. Set `architectures` "
             f"in its `config.json` to the model class with a head. {_OTHERWISE} {_COMPOSE}."
         )
+    part = _part_with_a_loss(model)
+    if part:
+        raise ValueError(
+            f"`{type(model).__name__}` has `{part}` with a loss of its own, but `parallel` supports the next-token "
+            "loss only. Train it without `parallel`."
+        )
     if type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False):
         remedy = (
             "Set `is_decoder=True` for a causal one, or train"
@@ -586,6 +611,16 @@ def check_causal(model: PreTrainedModel) -> None:
 def _has_head(model: PreTrainedModel) -> bool:
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return any(part.get_output_embeddings() is not None for part in parts)
+
+
+def _part_with_a_loss(model: PreTrainedModel) -> str:
+    """Names a part with a loss that is not around the decoder, such as a decoder of codebooks; empty without one."""
+    decoder = model.get_decoder()
+    for name, part in model.named_modules():
+        has_loss = isinstance(part, PreTrainedModel) and "labels" in inspect.signature(part.forward).parameters
+        if has_loss and not any(module is decoder for module in part.modules()):
+            return name
+    return ""
 
 
 def _own_loss(model: PreTrainedModel) -> str:

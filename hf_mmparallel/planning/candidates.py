@@ -17,6 +17,7 @@ from .combinations import (
     Combinations,
     LayoutEstimate,
     LayoutTable,
+    Pairs,
     best_per_group,
     layout_table,
     limit_pairs,
@@ -121,13 +122,14 @@ class CandidateColumns:
 
 @dataclass(frozen=True)
 class _Column:
-    """Selected rows of a [`LayoutTable`], with the attributes that [`estimated_peak_bytes`] reads."""
+    """The rows of a module in combinations, with the attributes that [`estimated_peak_bytes`] reads."""
 
+    module: str
     table: LayoutTable
-    rows: NDArray
+    combined: Combinations | Pairs
 
     def __getattr__(self, name: str) -> NDArray:
-        return getattr(self.table, name)[self.rows]
+        return self.combined.of_rows(self.module, getattr(self.table, name))
 
 
 class CandidateSpace:
@@ -194,7 +196,7 @@ class CandidateSpace:
     def _blocks(self) -> list[_Block]:
         return [self._block(*parts) for parts in self._combined()]
 
-    def _combined(self) -> Iterator[tuple[Mapping[str, LayoutTable], Mapping[str, str], int, Combinations]]:
+    def _combined(self) -> Iterator[tuple[Mapping[str, LayoutTable], Mapping[str, str], int, Combinations | Pairs]]:
         """Layout tables of modules, a placement, a number of microbatches, and all their combinations."""
         problem = self.problem
         for dp_size in divisors(problem.global_batch_size):
@@ -206,7 +208,11 @@ class CandidateSpace:
                     yield tables, colocated_with, count, self._combinations_of_placement(tables, colocated_with, count)
 
     def _block(
-        self, tables: Mapping[str, LayoutTable], colocated_with: Mapping[str, str], count: int, combined: Combinations
+        self,
+        tables: Mapping[str, LayoutTable],
+        colocated_with: Mapping[str, str],
+        count: int,
+        combined: Combinations | Pairs,
     ) -> _Block:
         """Selects the combinations that are candidates."""
         limit = self.problem.memory_bytes
@@ -215,16 +221,18 @@ class CandidateSpace:
             combined = combined.take(np.flatnonzero(combined.mean_bytes <= limit))
         num_too_large = num_estimated - len(combined)
         step_ms = combined.warm_up_ms + (count - 1) * combined.slowest_stage_ms
-        columns = {name: _Column(tables[name], rows) for name, rows in combined.rows.items()}
+        columns = {name: _Column(name, table, combined) for name, table in tables.items()}
         memory_bytes = estimated_peak_bytes(self.problem, columns, colocated_with, count)
         # the fastest ones, the fastest ones that are estimated to fit, and both of each family
         if len(combined) > _MAX_ENUMERATED:
             fits = memory_bytes <= (np.inf if limit is None else limit)
-            fastest = np.argsort(step_ms, kind="stable")[:_MAX_CANDIDATES]
+            fastest = best_per_group(np.zeros(len(combined), np.int64), step_ms, _MAX_CANDIDATES)
             fitting = best_per_group(fits.astype(int), step_ms, _MAX_CANDIDATES)
             family = best_per_group(2 * combined.family + fits, step_ms, 1)
             chosen = np.unique(np.concatenate([fastest, fitting, family]))
             combined, step_ms, memory_bytes = combined.keep(chosen), step_ms[chosen], memory_bytes[chosen]
+        if isinstance(combined, Pairs):
+            combined = combined.combined()
         return _Block(tables, colocated_with, count, combined, step_ms, memory_bytes, num_estimated, num_too_large)
 
     def _table(self, name: str, dp_size: int, count: int) -> LayoutTable:
@@ -256,7 +264,7 @@ class CandidateSpace:
 
     def _combinations_of_placement(
         self, tables: Mapping[str, LayoutTable], colocated_with: Mapping[str, str], count: int
-    ) -> Combinations:
+    ) -> Combinations | Pairs:
         """The combinations of a placement that use all ranks."""
         weight, ranks = float(count - 1), self.problem.num_ranks
         groups = {name: Combinations.of(name, table) for name, table in tables.items()}
@@ -268,12 +276,12 @@ class CandidateSpace:
         if generators and encoders:
             after = side_by_side(generators, weight, ranks)
             language, after = limit_pairs([language, after], weight)
-            language = language.on_separate_ranks(after, None, ranks, in_series=True).prune(weight)
+            language = language.best_on_separate_ranks(after, ranks, in_series=True, weight=weight)
         elif generators:
             encoders = generators
         if not encoders:
             return language.with_ranks(ranks)
-        return language.on_separate_ranks(side_by_side(encoders, weight, ranks), ranks, ranks, in_series=True)
+        return Pairs.of(language, side_by_side(encoders, weight, ranks), ranks, in_series=True)
 
     def candidate(self, estimated: EstimatedCandidate) -> Candidate:
         """The candidate with its stages, and the default schedule and arrangement."""

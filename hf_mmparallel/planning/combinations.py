@@ -14,6 +14,7 @@ from .options import ModuleOptions, ParallelConfig, once
 _MAX_COMBINATIONS = 4096  # above which only the best ones per number of ranks are combined with a third module
 _MAX_PER_RANK_COUNT = 32  # combinations per number of ranks
 _MAX_PAIRS = 1 << 22
+_MAX_CELLS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -212,23 +213,24 @@ class Combinations:
         Places modules on separate ranks, `num_ranks` together or any number up to `limit`. In series one feeds the
         other, so that warm-up times add up.
         """
-        if num_ranks is None:
-            first, second = (axis.ravel() for axis in np.indices((len(self), len(other))))
-            fits = self.num_ranks[first] + other.num_ranks[second] <= limit
-            first, second = first[fits], second[fits]
-        else:
-            first, second = _equal_pairs(self.num_ranks, num_ranks - other.num_ranks)
-        left, right = self.take(first), other.take(second)
-        return Combinations(
-            {**left.rows, **right.rows},
-            _joined_family(left, right),
-            left.num_ranks + right.num_ranks,
-            np.maximum(left.slowest_stage_ms, right.slowest_stage_ms),
-            left.warm_up_ms + right.warm_up_ms if in_series else np.maximum(left.warm_up_ms, right.warm_up_ms),
-            np.maximum(left.sums_ms, right.sums_ms),
-            np.maximum(left.mean_bytes, right.mean_bytes),
-            left.is_whole and right.is_whole,
-        )
+        if num_ranks is not None:
+            return Pairs.of(self, other, num_ranks, in_series).combined()
+        fits = np.flatnonzero(np.add.outer(self.num_ranks, other.num_ranks) <= limit)
+        return Pairs(self, other, *divmod(fits, len(other)), in_series).combined()
+
+    def best_on_separate_ranks(self, other: Combinations, limit: int, in_series: bool, weight: float) -> Combinations:
+        """Places modules on separate ranks, up to `limit` together, and prunes the pairs before it combines them."""
+        num_ranks = np.add.outer(self.num_ranks, other.num_ranks).ravel()
+        fits = np.flatnonzero(num_ranks <= limit)
+        pairs = Pairs(self, other, *divmod(fits, len(other)), in_series)
+        if len(fits) <= _MAX_COMBINATIONS:
+            return pairs.combined()
+        score = (np.add if in_series else np.maximum).outer(self.warm_up_ms, other.warm_up_ms)
+        score += weight * np.maximum.outer(self.slowest_stage_ms, other.slowest_stage_ms)
+        own, others = (np.unique(side.family, return_inverse=True)[1] for side in (self, other))
+        family = np.add.outer(own * (others.max() + 1), others)
+        kept = _best_of_ranks_and_families(num_ranks[fits], family.ravel()[fits], score.ravel()[fits])
+        return replace(pairs.take(kept).combined(), is_whole=False)
 
     def prune(self, weight: float, most: int = _MAX_COMBINATIONS) -> Combinations:
         """
@@ -238,10 +240,88 @@ class Combinations:
         if len(self) <= most:
             return self
         score = self.warm_up_ms + weight * self.slowest_stage_ms
-        groups = self.num_ranks, self.num_ranks * (self.family.max() + 1) + self.family
-        limits = (_MAX_PER_RANK_COUNT, 1)
-        fastest = [best_per_group(group, score, count) for group, count in zip(groups, limits, strict=True)]
-        return self.keep(np.union1d(*fastest))
+        return self.keep(_best_of_ranks_and_families(self.num_ranks, self.family, score))
+
+    def of_rows(self, name: str, values: NDArray) -> NDArray:
+        """The values of a module's layouts in each combination."""
+        return values[self.rows[name]]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Combinations of modules on separate ranks, whose columns are computed when they are asked for."""
+
+    left: Combinations
+    right: Combinations
+    first: NDArray  # index in `left`, `[num_pairs]`
+    second: NDArray  # index in `right`
+    in_series: bool
+
+    @classmethod
+    def of(cls, left: Combinations, right: Combinations, num_ranks: int, in_series: bool) -> Pairs:
+        """The pairs with this number of ranks together."""
+        return cls(left, right, *_equal_pairs(left.num_ranks, num_ranks - right.num_ranks), in_series)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def take(self, indices: NDArray) -> Pairs:
+        """The pairs at some indices."""
+        return replace(self, first=self.first[indices], second=self.second[indices])
+
+    def keep(self, indices: NDArray) -> Combinations:
+        """The combinations at some indices, without others that may be good."""
+        return replace(self.take(indices).combined(), is_whole=False)
+
+    def combined(self) -> Combinations:
+        """The pairs as combinations."""
+        rows = {name: rows[self.first] for name, rows in self.left.rows.items()}
+        rows |= {name: rows[self.second] for name, rows in self.right.rows.items()}
+        columns = (self.family, self.num_ranks, self.slowest_stage_ms, self.warm_up_ms, self.sums_ms, self.mean_bytes)
+        return Combinations(rows, *columns, self.is_whole)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.left.is_whole and self.right.is_whole
+
+    @property
+    def family(self) -> NDArray:
+        own, others = (np.unique(side.family, return_inverse=True)[1] for side in (self.left, self.right))
+        return (own * (others.max(initial=0) + 1))[self.first] + others[self.second]
+
+    @property
+    def num_ranks(self) -> NDArray:
+        return self.left.num_ranks[self.first] + self.right.num_ranks[self.second]
+
+    @property
+    def slowest_stage_ms(self) -> NDArray:
+        return np.maximum(self.left.slowest_stage_ms[self.first], self.right.slowest_stage_ms[self.second])
+
+    @property
+    def warm_up_ms(self) -> NDArray:
+        left, right = self.left.warm_up_ms[self.first], self.right.warm_up_ms[self.second]
+        return left + right if self.in_series else np.maximum(left, right)
+
+    @property
+    def sums_ms(self) -> NDArray:
+        return np.maximum(self.left.sums_ms[self.first], self.right.sums_ms[self.second])
+
+    @property
+    def mean_bytes(self) -> NDArray:
+        return np.maximum(self.left.mean_bytes[self.first], self.right.mean_bytes[self.second])
+
+    def of_rows(self, name: str, values: NDArray) -> NDArray:
+        """The values of a module's layouts in each pair."""
+        side, index = (self.left, self.first) if name in self.left.rows else (self.right, self.second)
+        return side.of_rows(name, values)[index]
+
+
+def _best_of_ranks_and_families(num_ranks: NDArray, family: NDArray, score: NDArray) -> NDArray:
+    """Indices of the fastest combinations per number of ranks, and of the fastest one of each of their families."""
+    is_kept = np.zeros(len(score), bool)
+    is_kept[best_per_group(num_ranks, score, _MAX_PER_RANK_COUNT)] = True
+    is_kept[best_per_group(num_ranks * (family.max() + 1) + family, score, 1)] = True
+    return np.flatnonzero(is_kept)
 
 
 def _joined_family(left: Combinations, right: Combinations) -> NDArray:
@@ -260,7 +340,19 @@ def _equal_pairs(keys: NDArray, others: NDArray) -> tuple[NDArray, NDArray]:
 
 def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
     """Indices of at most `count` smallest scores of each group; both arrays are `[n]`."""
-    order = np.lexsort((score, group))
+    few = np.arange(len(group))
+    num_cells = count * (int(group.max(initial=0)) + 1)
+    if num_cells <= _MAX_CELLS:  # else a sort of all takes less memory
+        # A group dealt to `count` parts has a score in each that is at most the largest of the parts' smallest ones.
+        part = group if count == 1 else count * group + few % count
+        smallest = np.full(num_cells, np.inf)
+        np.minimum.at(smallest, part, score)
+        few = np.flatnonzero(score <= smallest.reshape(-1, count).max(axis=1)[group])
+        if count == 1:
+            first = np.full(num_cells, -1)
+            first[group[few[::-1]]] = few[::-1]  # of equal scores the first one, which is assigned last
+            return first[first >= 0]
+    order = few[np.lexsort((score[few], group[few]))]
     ordered = group[order]
     starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
     lengths = np.diff(np.append(starts, len(ordered)))
@@ -273,7 +365,7 @@ def side_by_side(modules: Sequence[Combinations], weight: float, limit: int) -> 
     side, *others = modules
     for other in others:
         side, other = limit_pairs([side, other], weight)
-        side = side.on_separate_ranks(other, None, limit, in_series=False).prune(weight)
+        side = side.best_on_separate_ranks(other, limit, in_series=False, weight=weight)
     return side
 
 

@@ -47,7 +47,7 @@ def _stages_text(prediction: Prediction, rank: int) -> str:
 
 def _large_samples_text(predictions: Sequence[Prediction]) -> str:
     """Describes samples that exceed the microbatch limit, and how they are handled."""
-    samples = [sample for prediction in predictions for sample in large_samples(prediction)]
+    samples = [sample for prediction in predictions for sample in large_samples(prediction.planned)]
     if not samples:
         return ""
     name, _, tokens, limit = max(samples, key=lambda sample: sample[2] / max(sample[3], 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._device import Clock
+from ..cost import layer_flops, module_flops
 from ..cost.profile import LayerProfile, MeasuredLayer, MeasuredPoint, shape_digest, window_of
 from ..modeling.tp_collectives import split_rows
 from ..modeling.unowned import hidden_of
@@ -154,21 +155,33 @@ class _Profiler:
 
     def layers(self) -> list[MeasuredLayer]:
         """Measures all kinds of layers of the module, and the computation before and after the layers."""
-        name, num_layers = self.runs.name, self.runs.spec.num_layers
-        kinds = [(BEFORE, (-1,)), *layer_kinds(self.runs), (AFTER, (num_layers,))]
-        layers = []
-        for kind, indices in kinds:
-            points = tuple(self.points(kind, indices[0]))
-            spec = self.runs.skeleton.spec
-            digest, window = shape_digest(spec, name, indices[0]), window_of(spec, name, indices[0])
-            layers.append(MeasuredLayer(name, kind, indices, digest, self.tp_size, points, window))
-        return layers
+        if not self.runs.spec.is_chain:
+            return self.shares_of_whole()
+        kinds = [(BEFORE, (-1,)), *layer_kinds(self.runs), (AFTER, (self.runs.spec.num_layers,))]
+        return [self.measured(kind, indices, self.points(kind, indices[:1])) for kind, indices in kinds]
 
-    def points(self, kind: str, index: int) -> list[MeasuredPoint]:
-        """The measurements of one layer, by chunk size, as far as time and memory allow."""
+    def shares_of_whole(self) -> list[MeasuredLayer]:
+        """Measures blocks that are no chain together, and divides what they take as their counted operations."""
+        name, spec = self.runs.name, self.runs.skeleton.spec
+        indices = range(-1, self.runs.spec.num_layers + 1)
+        points, whole = self.points("blocks", indices), module_flops(spec, name)[0]
+        shares = {index: layer_flops(spec, name, index)[0] / whole for index in indices}
+        return [
+            self.measured("blocks", (index,), [point.times(share) for point in points])
+            for index, share in shares.items()
+        ]
+
+    def measured(self, kind: str, indices: tuple[int, ...], points: Sequence[MeasuredPoint]) -> MeasuredLayer:
+        """Layers of a kind with these measurements."""
+        name, spec = self.runs.name, self.runs.skeleton.spec
+        digest, window = shape_digest(spec, name, indices[0]), window_of(spec, name, indices[0])
+        return MeasuredLayer(name, kind, indices, digest, self.tp_size, tuple(points), window)
+
+    def points(self, kind: str, indices: Sequence[int]) -> list[MeasuredPoint]:
+        """The measurements of a layer, or of several together, by chunk size, as far as time and memory allow."""
         label = f"{self.runs.name} {kind}, tp {self.tp_size}"
-        with self.runs.skeleton.real(self.runs.name, index, self.mesh) as layer:
-            part = _Part(self.runs, layer, index)
+        with self.runs.skeleton.real(self.runs.name, indices, self.mesh) as layer:
+            part = _Part(self.runs, layer, indices)
             chunks = self.chunks(part, label)
             for number in range(2, self.settings.num_rounds + 1):
                 for chunk in chunks:
@@ -237,11 +250,12 @@ class Chunk:
 
 
 class _Part:
-    """A layer with weights, or the computation before or after the layers."""
+    """A layer with weights, the computation before or after the layers, or all of them together."""
 
-    def __init__(self, runs: ModuleRuns, layer: nn.Module | None, index: int):
-        self.runs, self.layer, self.index = runs, layer, index
-        names = {use.parameter.name for use in runs.skeleton.spec.uses.get((runs.name, index), ())}
+    def __init__(self, runs: ModuleRuns, layer: nn.Module | None, indices: Sequence[int]):
+        self.runs, self.layer, self.index = runs, layer, indices[0]
+        uses = runs.skeleton.spec.uses
+        names = {use.parameter.name for index in indices for use in uses.get((runs.name, index), ())}
         named = runs.skeleton.model.named_parameters()
         self.parameters = [p for name, p in named if name in names and p.is_floating_point()]
 
@@ -273,6 +287,8 @@ class _Part:
 
     def _forward(self, batch: dict[str, Tensor]) -> tuple[Callable[[], Forward], list[Tensor]]:
         """Returns a function that runs one forward, and tensors shared by all layers, such as rotary embeddings."""
+        if not self.runs.spec.is_chain:
+            return partial(self.runs.run_whole, batch), []
         if self.index == -1:
             return partial(self.runs.run_before, batch), []
         args, kwargs = self.runs.arguments(batch, min(self.index, self.runs.spec.num_layers - 1))

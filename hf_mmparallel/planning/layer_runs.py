@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,8 +70,15 @@ def encoder_inputs(
     Yields candidates for an encoder's inputs, best first: `num_items` equal images or clips of about `length` tokens.
 
     Which of them the encoder accepts, and the exact number of tokens, is only known from its forward. They are batch
-    entries on the CPU: blank float32 media, with grids, sizes or masks. `config` is the encoder's own.
+    entries on the CPU: blank float32 media, with grids, sizes or masks. `config` is the encoder's own. A generator has
+    blank targets of its items, and their placeholders.
     """
+    generator = part.generator
+    targets = None if generator is None else generator.blank_targets(num_items)
+    if generator is not None and targets is not None:
+        settings = generator.settings
+        ids = torch.full((num_items, settings.num_tokens), settings.token_id)
+        yield {"input_ids": ids, generator.entries[0]: targets}
     for modality in part.modalities:
         names = part.input_names(modality)
         if names[0].endswith("input_features") or names[0].endswith("input_values"):
@@ -202,14 +209,13 @@ class Skeleton:
         return ModuleStage(self.model, self.spec, module, (0, self.spec.modules[module].num_layers))
 
     @contextmanager
-    def real(self, module: str, index: int, mesh: Any) -> Iterator[nn.Module | None]:
-        """Gives one part random weights, sharded over `mesh`; yields the layer, or `None` for other parts."""
+    def real(self, module: str, indices: Sequence[int], mesh: Any) -> Iterator[nn.Module | None]:
+        """Gives some parts random weights, sharded over `mesh`; yields their last layer, or `None` without one."""
         stack = layers_of(self.model, self.spec.modules[module].stack)
-        is_layer = 0 <= index < len(stack)
-        replaced = stack[index] if is_layer else None
-        if is_layer:
+        replaced = {index: stack[index] for index in indices if 0 <= index < len(stack)}
+        for index in replaced:
             stack[index] = self.layers[module][index].train()
-        names = {use.parameter.name for use in self.spec.uses.get((module, index), ())}
+        names = {use.parameter.name for index in indices for use in self.spec.uses.get((module, index), ())}
         used = {id(p) for name, p in self.model.named_parameters() if name in names}
         uses = [
             (owner, attribute, parameter)
@@ -223,17 +229,18 @@ class Skeleton:
         try:
             if mesh is not None:
                 apply_module_tp(self.model, self.spec.modules[module], mesh, names)
-            layer: Any = stack[index] if is_layer else None
+            layer: Any = stack[max(replaced)] if replaced else None
             if hasattr(layer, "split_rows"):
                 layer.split_rows.takes_all = layer.split_rows.returns_all = False  # as between layers
             yield layer
         finally:
-            if is_layer and hasattr(stack[index], "split_rows"):
-                stack[index].split_rows.remove()  # type: ignore[operator]
+            for index in replaced:
+                if hasattr(stack[index], "split_rows"):
+                    stack[index].split_rows.remove()  # type: ignore[operator]
             for owner, attribute, parameter in uses:
                 owner._parameters[attribute] = parameter
-            if replaced is not None:
-                stack[index] = replaced
+            for index, layer in replaced.items():
+                stack[index] = layer
 
 
 def _set_attention(model: Any, attention: str) -> None:
@@ -325,6 +332,8 @@ class ModuleRuns:
             candidates = encoder_inputs(part, skeleton.spec, self.name, config, num_items, length)
         for batch in candidates:
             batch = {name: self._to_device(value) for name, value in batch.items()}
+            if not self.spec.is_chain:
+                return Inputs(batch, batch["input_ids"].numel(), num_items)
             try:
                 shape = hidden_of(*self.arguments(batch)).shape
                 if self.name != LANGUAGE_MODEL:
@@ -351,6 +360,18 @@ class ModuleRuns:
             output = layer(*args, **kwargs)
             run.end = self.clock.mark()
         run.outputs = [output if isinstance(output, Tensor) else output[0]]
+        return run
+
+    def run_whole(self, batch: Mapping[str, Any]) -> Forward:
+        """Runs one forward of a generator."""
+        run, width = Forward(), self.skeleton.spec.language_model.hidden_size
+        rows = torch.randn(
+            batch["input_ids"].numel(), width, dtype=self.stage.input_dtype, device=self.skeleton.device
+        )
+        with self.casting():
+            run.start = self.clock.mark()
+            run.outputs = self.stage(batch, None, {LANGUAGE_MODEL: [rows.requires_grad_()]})
+            run.end = self.clock.mark()
         return run
 
     def run_before(self, batch: Mapping[str, Any]) -> Forward:

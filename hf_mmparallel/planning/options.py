@@ -393,40 +393,23 @@ class ModuleOptions:
         mean = sum(loads) / count
         return max(loads) / mean if mean else 1.0
 
-    def _memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
-        """Memory of a stage with layers `first` to `stop`."""
-        sharding = replace(kind.sharding, shard_size=None) if kind.shares_passes else ShardingSettings()
-        return self._stage_memory(replace(kind, sharding=sharding, first_rank=0, num_shards=1), first, stop)
-
     @once
-    def _stage_memory(self, kind: ParallelConfig, first: int, stop: int) -> StageMemory:
+    def _memory(self, kind: ParallelConfig, first: int, stop: int, dp_size: int = 1) -> StageMemory:
+        """Memory of a stage with layers `first` to `stop`, one of `dp_size` replicas."""
         firsts = range(0, kind.num_ranks, kind.tp_size)
         stage = Stage((first, stop), tuple(tuple(range(rank, rank + kind.tp_size)) for rank in firsts))
-        # With several copies, tasks hold what passes gather.
-        replicas, again = ((stage,),) * (2 if kind.shares_passes else 1), kind.activation_checkpointing
-        module = ModulePlan(replicas, again, sharding=kind.sharding, storage=self.storage)
+        module = ModulePlan(
+            ((stage,),) * dp_size, kind.activation_checkpointing, sharding=kind.sharding, storage=self.storage
+        )
         return stage_memory(self.costs(kind), ParallelPlan({self.name: module}), self.name, stage)
-
-    @once
-    def _state_bytes(self, kind: ParallelConfig, first: int, stop: int, dp_size: int) -> float:
-        """Weights, gradients and optimizer state of a stage with layers `first` to `stop`, and what stays gathered."""
-        state = self._memory(replace(kind, sharding=ShardingSettings()), first, stop).state
-        parts, count = (state.optimizer, state.gradients, state.weights), kind.shards_of(dp_size)
-        stage = kind.sharding.zero_stage
-        held = sum(part / (count if stage >= first_stage else 1) for first_stage, part in enumerate(parts, 1))
-        return held + self._memory(kind, first, stop).kept_bytes
 
     def state_bytes(self, kind: ParallelConfig, pp_size: Any, last: bool = False, dp_size: int = 1) -> Any:
         """Estimated bytes of a first or last stage besides activations; `dp_size` replicas may divide them."""
         num_layers = self.module_spec.num_layers
         layers = ((0, num_layers), *self._end_layers[-1 if last else 0])
-        whole, end, layer = (self._state_bytes(kind, *own, dp_size) for own in layers)
+        memories = (self._memory(kind, *own, dp_size) for own in layers)
+        whole, end, layer = (own.state.total + own.kept_bytes for own in memories)
         return np.where(pp_size == 1, whole, end + (num_layers / pp_size - 1) * layer)
-
-    def _ends(self, kind: ParallelConfig) -> tuple[tuple[StageMemory, StageMemory], ...]:
-        """Memory of the stages of `_end_layers`."""
-        first, last = ((self._memory(kind, *end), self._memory(kind, *inner)) for end, inner in self._end_layers)
-        return first, last
 
     @cached_property
     def _end_layers(self) -> tuple[tuple[tuple[int, int], tuple[int, int]], ...]:
@@ -439,7 +422,11 @@ class ModuleOptions:
         """Estimated transient bytes of a task on the first and on the last stage."""
         chunk = self._chunk_sizes(kind, num_samples)
         chunk[2] = 1.0
-        first, last = (max(float(own.most_running_bytes(chunk[None])[0]) for own in pair) for pair in self._ends(kind))
+        copies = 1 + kind.shares_passes  # of several, tasks hold what passes gather
+        first, last = (
+            max(float(self._memory(kind, *layers, copies).most_running_bytes(chunk[None])[0]) for layers in ends)
+            for ends in self._end_layers
+        )
         return first, last
 
     def _chunk_sizes(self, kind: ParallelConfig, num_samples: float, padded: bool = True) -> NDArray:

@@ -129,6 +129,7 @@ class Queue:
         self.misfits = 0  # in a row
         self.leaves_out = not space.is_whole  # whether there may be candidates that no bound excludes
         self._tried: set[str] = set()
+        self._seen: set[tuple[str, float]] = set()  # sizes and schedules, and what their steps took
         columns = space.columns
         for kind in np.unique(columns.kind).tolist():
             own = np.flatnonzero(columns.kind == kind)
@@ -142,10 +143,13 @@ class Queue:
         of the effort.
         """
         simulations, start = self.simulations, self.simulations.num_tasks
+        best_ms, of_best = math.inf, 0.0
         while True:
             doubtful, _, index, group = min(self._first_of_groups(), key=lambda first: first[:2])
             spent = (simulations.num_tasks - start) / self.effort
-            ends = spent > (_DOUBTFUL_SHARE if doubtful else 1.0) and bool(simulations.known)
+            if simulations.best_ms < best_ms:
+                best_ms, of_best = simulations.best_ms, spent
+            ends = spent > min(1.0, of_best + _DOUBTFUL_SHARE if doubtful else 1.0) and bool(simulations.known)
             if ends:
                 needs_more = len(distinct_sizes(simulations.fastest())) < least and spent < _MOST_EFFORT
                 # slices that look faster than the best step are simulated whole
@@ -190,11 +194,15 @@ class Queue:
         found = simulations.simulate(self.space, candidate, estimated)
         self.misfits = self.misfits + 1 if found is None else 0
         if found is not None:
-            group.learn(cautious_ms(found) / expected_ms)
             if not found.is_whole:
                 self.slices.add([(candidate, estimated)], cautious_ms(found), 0.0, 1.0)
-            if group is not self.slices:
-                self._add_neighbours(found)
+            # other numbers of microbatches and arrangements often give the same ones
+            step = key_of(replace(candidate, num_microbatches=1, arrangement="")), found.step_ms
+            if step not in self._seen:
+                group.learn(cautious_ms(found) / expected_ms)
+                if group is not self.slices:
+                    self._add_neighbours(found)
+            self._seen.add(step)
         elif isinstance(entry, int):
             self._add_storage(candidate, estimated, expected_ms)
 
@@ -386,7 +394,7 @@ def with_large_samples(simulations: Simulations, least: int) -> list[RankedPlan]
             predictions = [simulations.predict(candidate, batch, limit) for batch in simulations.batches]
         except ValueError:  # its state leaves no memory for one of the batches
             continue
-        if all(p.peak_memory_bytes <= limit or runs_large_samples_alone(p) for p in predictions):
+        if all(p.peak_memory_bytes <= limit or runs_large_samples_alone(p.planned) for p in predictions):
             result.append(RankedPlan(candidate, predictions[0].plan, tuple(predictions), 0.0))
     return sorted(result, key=lambda plan: plan.peak_memory_bytes)
 

@@ -9,49 +9,48 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cost.memory import state_per_rank
 from ..cost.sharded_passes import REDUCES_IN_PASSES
-from ..cost.stage_memory import RankMemory, stage_memories, stage_memory
+from ..cost.stage_memory import RankMemory, stage_memories
 from ..cost.step_planner import PlannedStep, Prediction, StepPlanner
-from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPlan, sync_groups
+from ..plan import LANGUAGE_MODEL, SampleSizes, StepPlan, sync_groups
 from ..plan.methods import POLICIES
-from ..plan.parallel_plan import ShardingSettings, settings_of
+from ..plan.parallel_plan import ShardingSettings
 from .candidates import CandidateSpace, EstimatedCandidate
 from .problem import Candidate, PlanningProblem, RankedPlan
 
 # Samples larger than the predicted limit of a microbatch, which run in microbatches of their own.
 
 
-def large_samples(prediction: Prediction) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+def large_samples(planned: PlannedStep) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
     """
     Yields the microbatches of a step that exceed the predicted limit of tokens: module, batch indices of the samples,
     their tokens, and the maximum tokens of a microbatch there.
     """
-    workloads = prediction.planned.workloads
+    workloads = planned.workloads
     for name, limit in workloads.token_limits.items():
         tokens = workloads.tokens[name]
-        for replica in prediction.planned.step.microbatches.get(name, ()):
+        for replica in planned.step.microbatches.get(name, ()):
             for batch_indices in replica:
                 total = int(tokens[list(batch_indices)].sum())
                 if total > limit:
                     yield name, tuple(batch_indices), total, limit
 
 
-def runs_large_samples_alone(prediction: Prediction) -> bool:
+def runs_large_samples_alone(planned: PlannedStep) -> bool:
     """
     Checks that there are such microbatches, all with a single sample, which no arrangement can make smaller, and few
     of them: less than half of the samples in the module with the fewest.
     """
-    counts = dict.fromkeys(prediction.planned.workloads.token_limits, 0)
-    for name, batch_indices, _, _ in large_samples(prediction):
+    counts = dict.fromkeys(planned.workloads.token_limits, 0)
+    for name, batch_indices, _, _ in large_samples(planned):
         if len(batch_indices) > 1:
             return False
         counts[name] += 1
     # Modules on the same ranks split the memory in proportion to their work, so that large samples of one module lower
     # the limits of the others as well.
-    return any(counts.values()) and 2 * min(counts.values()) < prediction.sizes.num_samples
+    return any(counts.values()) and 2 * min(counts.values()) < len(planned.step.samples)
 
 
 # Step times that plans are compared by.
@@ -88,51 +87,37 @@ def num_parts(candidate: Candidate) -> int:
     return math.gcd(*counts)
 
 
-def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Checks that weights, gradients and optimizer state fit into each rank's memory."""
-    if not host_fits(problem, candidate):
-        return False
-    return problem.memory_bytes is None or state_bytes(problem, candidate) <= problem.memory_bytes
-
-
-def host_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
-    """Checks that each node has room for what is in host memory; on an unknown host only what the user asks for."""
-    storages = {name: layout.storage for name, layout in candidate.layouts.items()}
-    if not any(own.keeps_on_host for own in storages.values()):
-        return True
-    if problem.host_bytes is None:
-        return all(own == problem.storage_of(name) for name, own in storages.items())
+def state_of(problem: PlanningProblem, candidate: Candidate) -> dict[int, RankMemory]:
+    """Rank -> weights, gradients and optimizer state, see [`state_per_rank`]."""
     plan = candidate.plan(problem.spec)
-    return _has_room(problem, state_per_rank(plan, stage_memories(problem.costs, plan)))
+    return state_per_rank(plan, stage_memories(problem.costs, plan))
+
+
+def state_fits(problem: PlanningProblem, candidate: Candidate) -> bool:
+    """
+    Checks that weights, gradients and optimizer state fit into the memory of each rank and of its node; into that of
+    an unknown host only what the user asks for.
+    """
+    storages = {name: own.storage for name, own in candidate.layouts.items() if own.storage.keeps_on_host}
+    if problem.host_bytes is None and any(own != problem.storage_of(name) for name, own in storages.items()):
+        return False
+    memory = state_of(problem, candidate)
+    return _has_room(problem, memory) and (problem.memory_bytes is None or _most(memory) <= problem.memory_bytes)
+
+
+def _most(memory: Mapping[int, RankMemory]) -> float:
+    """Bytes of the fullest rank."""
+    return max(own.total for own in memory.values())
 
 
 def _has_room(problem: PlanningProblem, memory: Mapping[int, RankMemory]) -> bool:
     """Checks that each node has room for what its ranks have in host memory."""
+    if problem.host_bytes is None:
+        return True
     nodes = defaultdict[int, float](float)
     for rank, own in memory.items():
         nodes[rank // problem.costs.device.node_size] += own.host
-    return problem.host_bytes is None or max(nodes.values()) <= problem.host_bytes
-
-
-def state_bytes(problem: PlanningProblem, candidate: Candidate) -> float:
-    """Weights, gradients and optimizer state on the rank with most of them, as in [`state_per_rank`]."""
-    held: dict[str, NDArray] = {}  # of each rank that modules share
-    slices: dict[
-        str, NDArray
-    ] = {}  # the smallest of a rank's stages, of which one is freed before the others are summed
-    for name, own in candidate.layouts.items():
-        layout, host = own.with_virtual_stages(candidate.vp_size), candidate.colocated_with.get(name, name)
-        copies = max(layout.ep_size // (layout.cp_size * layout.tp_size), 1)  # with experts of their own
-        replicas = replace(layout, dp_size=copies).stages(problem.spec, name, 0)
-        module = ModulePlan(replicas * (layout.dp_size // copies), **settings_of(layout))
-        plan = ParallelPlan({name: module})
-        memories = [stage_memory(problem.costs, plan, name, stage) for stage in replicas[0]]
-        sums = np.array([[m.state.total + m.bucket_bytes + m.slice_bytes, m.slice_bytes] for m in memories])
-        hosted = sums.reshape(layout.vp_size, layout.pp_size, 2)
-        position = np.arange(layout.num_ranks) // (layout.cp_size * layout.tp_size) % layout.pp_size
-        held[host] = held.get(host, 0.0) + hosted[..., 0].sum(axis=0)[position]
-        slices[host] = np.minimum(slices.get(host, np.inf), hosted[..., 1].min(axis=0)[position])
-    return max(float((held[host] - slices[host]).max()) for host in held)
+    return max(nodes.values()) <= problem.host_bytes
 
 
 def slice_of(candidate: Candidate, parts: int) -> Candidate:
@@ -201,6 +186,16 @@ class Simulated:
     prediction: Prediction | None = None  # of the first batch; not of slow candidates
 
 
+@dataclass(frozen=True)
+class _Arranged:
+    """A batch that is arranged for a candidate."""
+
+    candidate: Candidate
+    planner: StepPlanner
+    planned: PlannedStep
+    key: tuple  # that of all with the same stages, schedule and microbatches
+
+
 class Simulations:
     """Simulates candidates, a slice of their replicas or all, and keeps what fits."""
 
@@ -212,6 +207,7 @@ class Simulations:
         self.num_tasks = 0  # of all simulated steps
         self.best_ms = float("inf")  # the fastest step time with all replicas, see [`cautious_ms`]
         self._steps: dict[tuple, StepPlan] = {}
+        self._predictions: dict[tuple, Prediction] = {}
         self._planners: dict[tuple, StepPlanner] = {}
         self._later: dict[tuple[str, int], Prediction | None] = {}
 
@@ -249,17 +245,17 @@ class Simulations:
         small = slice_of(candidate, parts)
         few = small.layouts
         if limit is not None:  # fewer copies divide the state
-            whole_bytes, slice_bytes = (state_bytes(self.problem, own) for own in (candidate, small))
+            whole_bytes, slice_bytes = (_most(state_of(self.problem, own)) for own in (candidate, small))
             limit += max(0.0, slice_bytes - whole_bytes)
         order = np.argsort(batch.tokens[LANGUAGE_MODEL], kind="stable")
         samples = batch.take(np.sort(order[parts // 2 :: parts]))
         try:
-            prediction = self.predict(small, samples, limit)
+            arranged = self._arrange(small, samples, limit)
         except ValueError:  # these samples are larger than average
-            prediction = self.predict(small, samples, None)
+            arranged = self._arrange(small, samples, None)
         # Samples of a slice may be larger than those of the whole batch.
-        if limit is not None and prediction.peak_memory_bytes > _SLICE_MEMORY * limit:
-            self._note_large_samples(candidate, prediction)
+        prediction = self._fitting(candidate, arranged, None if limit is None else _SLICE_MEMORY * limit)
+        if prediction is None:
             return None
         # Replica imbalance and the larger all-reduce are added from the closed form.
         uneven = space.options[LANGUAGE_MODEL].unevenness(parts * few[LANGUAGE_MODEL].dp_size)
@@ -307,23 +303,42 @@ class Simulations:
         """Prediction of a batch, `None` if it does not fit."""
         limit = self.problem.memory_bytes
         try:
-            prediction = self.predict(candidate, batch, limit)
+            prediction = self._fitting(candidate, self._arrange(candidate, batch, limit), limit)
         except ValueError:  # its state leaves no memory for activations
             return None
-        if not _has_room(self.problem, prediction.memory):
+        if prediction is None or not _has_room(self.problem, prediction.memory):
             return None
-        if limit is None or prediction.peak_memory_bytes <= limit:
-            return prediction
-        self._note_large_samples(candidate, prediction)
-        return None
+        return prediction
 
-    def _note_large_samples(self, candidate: Candidate, prediction: Prediction) -> None:
-        """Marks a candidate that exceeds the memory by single samples only."""
-        if runs_large_samples_alone(prediction):
-            self.over[key_of(candidate)] = (prediction.peak_memory_bytes, candidate)
+    def _fitting(self, candidate: Candidate, arranged: _Arranged, limit: float | None) -> Prediction | None:
+        """Prediction of an arranged batch of a candidate, or of a slice of it; `None` if it exceeds a limit."""
+        if limit is None:
+            return self._predict(arranged)
+        # before it is simulated, since hardly a stage has fewer microbatches in flight than it may
+        peak_bytes = _most(arranged.planner.most_memory(arranged.planned))
+        if peak_bytes <= limit:
+            prediction = self._predict(arranged)
+            if prediction.peak_memory_bytes <= limit:
+                return prediction
+            peak_bytes = prediction.peak_memory_bytes
+        if runs_large_samples_alone(arranged.planned):
+            self.over[key_of(candidate)] = (peak_bytes, candidate)
+        return None
 
     def predict(self, candidate: Candidate, batch: SampleSizes, memory_bytes: float | None) -> Prediction:
         """Predicts a batch."""
+        return self._predict(self._arrange(candidate, batch, memory_bytes))
+
+    def _predict(self, arranged: _Arranged) -> Prediction:
+        """Predicts an arranged batch, once for all candidates that are alike then."""
+        candidate = arranged.candidate
+        if arranged.key not in self._predictions:
+            self.num_tasks += candidate.num_tasks + _TASKS_PER_RANK * candidate.num_ranks
+            _keep(self._predictions, arranged.key, arranged.planner.predict(arranged.planned))
+        return replace(self._predictions[arranged.key], plan=arranged.planner.plan, planned=arranged.planned)
+
+    def _arrange(self, candidate: Candidate, batch: SampleSizes, memory_bytes: float | None) -> _Arranged:
+        """Arranges a batch."""
         problem = replace(self.problem, global_batch_size=batch.num_samples, memory_bytes=memory_bytes)
         # candidates with the same stages share what is known of these
         splits = POLICIES[candidate.schedule].splits_backward
@@ -341,8 +356,10 @@ class Simulations:
         if step is None:
             step = planner.assign_samples(range(batch.num_samples), workloads)
             _keep(self._steps, key, step)
-        self.num_tasks += _TASKS_PER_PLAN + candidate.num_tasks + _TASKS_PER_RANK * candidate.num_ranks
-        return planner.predict(PlannedStep(step, batch, workloads))
+        self.num_tasks += _TASKS_PER_PLAN
+        fills = memory_bytes if POLICIES[candidate.schedule].fills_memory else None
+        alike = (stages, candidate.schedule, fills, tuple(step.microbatches.items()), key[-1])
+        return _Arranged(candidate, planner, PlannedStep(step, batch, workloads), alike)
 
 
 def _sums_ms(space: CandidateSpace, estimated: EstimatedCandidate, parts: int) -> float:

@@ -10,11 +10,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost import CostModel, data_gradients, stage_costs
+from ..cost import CostModel, stage_costs
 from ..cost.activations import grouped_copies
-from ..cost.memory import sample_features
+from ..cost.memory import replica_uses, sample_features
 from ..cost.row_sizes import RowLayout
-from ..cost.stage_memory import COPY_WINDOW_BYTES, StageMemory, stage_memory
+from ..cost.stage_memory import COPY_WINDOW_BYTES, StageMemory, layer_kinds, stage_memory
 from ..plan import (
     LANGUAGE_MODEL,
     ModelSpec,
@@ -325,7 +325,7 @@ def _module_bytes(
     """Memory of the stages of one module."""
     demand = _Demand.of(costs, plan, name, microbatches, state_copies)
     units = plan.modules[name].replicas[0]
-    kinds = _layer_kinds(costs, name, units[0].tp_size)
+    kinds = tuple(layer_kinds(costs, name, units[0].tp_size, plan.modules[name].activation_checkpointing))
     result, known = _Bytes.empty(len(units)), {}
     for first, start in enumerate(units):
         for stop, end in enumerate(units[first:], first + 1):
@@ -342,30 +342,16 @@ def _module_bytes(
     return result
 
 
-def _layer_kinds(costs: CostModel, name: str, tp_size: int) -> tuple[int, ...]:
-    """A number for each layer from -1 to one past the last, equal where costs and parameters are alike."""
-    numbers: dict[tuple, int] = {}
-    result = []
-    for index, is_needed in enumerate(data_gradients(costs.spec)[name], -1):
-        uses = tuple(
-            (replace(use.parameter, name=use.parameter.name.replace(f".{index}.", "."), layer=0), use.multiplies)
-            for use in costs.spec.uses.get((name, index), ())
-        )
-        kind = (is_needed, costs.layers.layer(name, index, tp_size), uses)
-        result.append(numbers.setdefault(kind, len(numbers)))
-    return tuple(result)
-
-
 @dataclass(frozen=True, eq=False)
 class _Demand:
     """What microbatches need in a module."""
 
     sizes: NDArray  # [microbatches, 3]: of each, see `activation_sizes`
-    num_tokens: float  # of all microbatches of a step
+    share: float  # microbatches of a step, of these
     # For each encoder whose features enter the module: the layers where they do, and the bytes of the features of the
     # largest microbatch.
     received: tuple[tuple[tuple[int, ...], float], ...]
-    sent_bytes: float  # features of a step, of an encoder
+    sent_bytes: float  # their features, of an encoder
     num_ahead: int  # microbatches in flight beyond the stages behind a stage
     state_copies: int
 
@@ -387,19 +373,18 @@ class _Demand:
         sent = sum(_feature_bytes(costs, name, microbatches)) if spec.modules[name].is_encoder else 0.0
         share = microbatches.most / microbatches.count
         num_ahead = _num_behind(plan, name) + (name in plan.encoders)
-        return cls(sizes, share * float(chunks[:, 0].sum()), received, share * sent, num_ahead, state_copies)
+        return cls(sizes, share, received, sent, num_ahead, state_copies)
 
     def of_stage(self, memory: StageMemory) -> tuple[float, float, float, float]:
         """
         Bytes of a stage whatever is in flight, of each microbatch in flight, of the running task, and without a step.
         """
+        count, none = len(self.sizes), np.zeros(1)
+        (use,) = replica_uses(memory, np.zeros(count, int), np.arange(count), self.sizes, none, none + self.sent_bytes)
         fixed = self.state_copies * memory.state.total + memory.bucket_bytes + memory.kept_bytes
-        fixed += memory.input_bytes * self.num_tokens
-        if memory.frees_features:
-            fixed += self.sent_bytes
+        fixed += self.share * (use.fixed - memory.kept_bytes)
         held = self.state_copies * (memory.state.weights + memory.state.optimizer)
-        saved = float(memory.saved_bytes(self.sizes).max(initial=0.0))
-        return fixed, saved, float(memory.most_running_bytes(self.sizes)[0]), held
+        return fixed, use.per_microbatch, use.running, held
 
     def received_bytes(self, layers: tuple[int, int]) -> float:
         """Bytes of the features of a microbatch that enter a stage."""

@@ -162,7 +162,11 @@ class ParallelEngine(nn.Module):
         self.spec = with_tp_dims(model, spec, {name: module.tp_sizes for name, module in plan.modules.items()})
         self.plan = plan
         self.rank = world.rank
-        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._sharders(model))
+        generators = {name: part.generator for name, part in self.parts.items() if part.generator is not None}
+        targets = {
+            name: (own.entries[0], own.settings.token_id, own.settings.num_tokens) for name, own in generators.items()
+        }
+        self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._sharders(model), targets)
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)  # of all ranks
         self.sharded = ShardedModel(model, self.spec, plan, world, self.options.adapter)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_mmparallel.cost import analytic_costs, layer_flops, model_flops
+from hf_mmparallel.cost import analytic_costs, layer_flops, model_flops, module_flops
 from hf_mmparallel.cost.layer_table import trainable_share
 from hf_mmparallel.cost.stage_times import attended_squares
 from hf_mmparallel.cost.step_planner import StepPlanner
@@ -16,7 +17,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.plan.model_spec import STATE_CHUNK
 from hf_mmparallel.runtime.work import language_work
-from tests import tiny
+from tests import any_to_any, tiny
 from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, VOCABULARY, model, text_model
 
 WINDOW = 8
@@ -86,6 +87,18 @@ def test_the_trained_share_of_a_merger_is_that_of_its_operations():
     spec = build_model_spec(tiny.FAMILIES["qwen3_vl"]())
     vision = spec.modules["vision"].with_frozen([r"visual\.merger", r"deepstack_merger_list\.[12]"])
     assert trainable_share(ModelSpec({**spec.modules, "vision": vision}), "vision", 4) == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("kind", any_to_any.KINDS)
+def test_a_generator_counts_what_its_forward_computes_per_row(kind: str):
+    model, batch = any_to_any.compose(kind), any_to_any.make_batch(kind)
+    rows = torch.randn(int((batch["input_ids"] == any_to_any.DRAWN_TOKEN).sum()), 64)
+    generator = model.generators["image"]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        generator.loss(rows, **{name: batch[name] for name in generator.entries if name in batch})
+    per_token, per_square = module_flops(build_model_spec(model), "image")
+    counted = len(rows) * per_token + len(rows) * any_to_any.NUM_ROWS * per_square
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.02)  # all but the embedding of time steps
 
 
 def test_what_tensor_parallelism_leaves_whole_takes_as_long_on_two_ranks():

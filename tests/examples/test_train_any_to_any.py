@@ -23,6 +23,8 @@ def test_it_trains_reads_and_draws(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         assert logs[-1][name] < 0.95 * logs[0][name], name
     assert Image.open(tmp_path / "drawn.png").size == (500, 500)
     assert "held-out digits" in capsys.readouterr().out
+    trainer.create_model_card()  # as a push to the Hub does
+    assert (tmp_path / "README.md").read_text().count("](drawn.png)") == 1
     loaded = MultimodalModel.from_pretrained(tmp_path)
     drawn = example.draw(loaded.eval(), [3, 7])
     assert drawn.shape == (2, 8, 8) and drawn.abs().max() <= 1

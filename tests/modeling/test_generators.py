@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import diffusers
@@ -13,6 +16,7 @@ from torch.nn import functional
 from hf_mmparallel import MultimodalModel
 from hf_mmparallel.modeling import build_model_spec
 from tests import any_to_any as cases
+from tests import tiny
 from tests.any_to_any import DRAWN_TOKEN, IMAGE, KINDS, NUM_ROWS
 
 
@@ -105,3 +109,54 @@ def test_the_parameters_of_a_generator_are_a_module_behind_the_language_model(ki
     assert module.is_chain == (kind == "codes")
     frozen = module.with_frozen("tower").parameters
     assert {parameter.name.split(".")[2] for parameter in frozen if parameter.trainable} == set(layers)
+
+
+_READ = """
+import sys
+from hf_mmparallel.modeling.loading import build_on_meta
+sys.stdout.write(type(build_on_meta(sys.argv[1])).__name__)
+"""
+
+
+def test_a_folder_is_read_where_nothing_else_was_imported(tmp_path):
+    cases.compose("unet").save_pretrained(tmp_path)
+    command = [sys.executable, "-c", _READ, str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert result.stdout == "MultimodalModel"
+
+
+def without_tokens(batch: dict) -> dict:
+    return {**batch, "input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == DRAWN_TOKEN, 1)}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (without_tokens, "0 placeholders of generator `image`.*`image_codes` has"),
+        (lambda batch: {**batch, "image_codes": batch["image_codes"][1:]}, "`image_codes` has"),
+        (lambda batch: {**batch, "image_codes": batch["image_codes"][..., :1]}, "codes of shape"),
+        (lambda batch: {**batch, "video_codes": batch["image_codes"]}, "`video_codes`.*does not have"),
+    ],
+)
+def test_targets_that_do_not_fit_are_a_sentence(change: Callable[[dict], dict], match: str):
+    with pytest.raises(ValueError, match=match):
+        cases.compose("codes")(**change(cases.make_batch("codes")))
+
+
+@pytest.mark.parametrize(
+    ("tower", "match"),
+    [
+        (torch.nn.Linear(4, 4), "`Linear`, which has no loss"),
+        (diffusers.AutoencoderKL(), "no `encoder_hidden_states`"),
+        (hf.LlamaConfig(**tiny.TEXT), "Set `num_codes`"),
+    ],
+)
+def test_a_generator_without_a_loss_is_a_sentence(tower: Any, match: str):
+    with pytest.raises(ValueError, match=match):
+        MultimodalModel.from_unimodal(
+            {"vision": hf.CLIPVisionConfig(**tiny.VISION)},  # type: ignore[arg-type]
+            hf.LlamaConfig(**tiny.TEXT),  # type: ignore[arg-type]
+            {"vision": tiny.MEDIA_TOKEN, IMAGE: DRAWN_TOKEN},
+            generators={IMAGE: tower},
+            generator_settings={IMAGE: {"num_tokens": 4}},
+        )

@@ -4,15 +4,16 @@ from functools import cache
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_mmparallel.cost import find_device, layer_flops
+from hf_mmparallel.cost import find_device, layer_flops, module_flops
 from hf_mmparallel.cost.profile import LayerProfile, MeasuredPoint, measured_costs
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.planning.layer_profile import Chunk, ProfileSettings, profile_layers
 from hf_mmparallel.planning.layer_runs import Forward, ModuleRuns, Skeleton, profile_clock
-from tests import tiny
+from tests import any_to_any, tiny
 
 torch.set_num_threads(1)
 HIDDEN, HEADS = 64, 4
@@ -129,6 +130,26 @@ def test_one_rank_of_a_layout_keeps_its_share():
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.parametrize("kind", any_to_any.KINDS)
+def test_generators_are_measured_and_blocks_that_are_no_chain_together(kind: str):
+    model = any_to_any.compose(kind)
+    rounds = {"budget_s": 0.0, "num_rounds": 1, "limit_s": float("inf")}  # the clock does not tell seconds
+    settings = ProfileSettings(lengths=(8, 16), modules=("image",), **rounds)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        profile = profile_layers(model.config, settings, OperationClock(counter))
+    spec = build_model_spec(model)
+    costs = measured_costs(spec, find_device("cpu"), profile)
+    layers = [costs.layers.layer("image", index, 1) for index in range(-1, spec.modules["image"].num_layers + 1)]
+    assert not profile.left_out and all(
+        layer.activations(8, 32) >= layer.frozen_activations(8, 32) for layer in layers
+    )
+    per_token, per_square = module_flops(spec, "image")
+    counted = 8 * per_token + 2 * any_to_any.NUM_ROWS**2 * per_square  # two items
+    assert sum(layer.forward(8, 32) for layer in layers) == pytest.approx(counted, rel=0.02)
+    assert sum(layer.weight_gradient(8, 32) for layer in layers) > 0.5 * counted
+    assert sum(layer.activations(8, 32) for layer in layers) > 0
+
+
 def test_only_one_layer_has_memory_and_the_skeleton_stays_hollow():
     skeleton = Skeleton.of(tiny.FAMILIES["llama"]().config, torch.device("cpu"), torch.float32, None)
 
@@ -136,10 +157,10 @@ def test_only_one_layer_has_memory_and_the_skeleton_stays_hollow():
         return sum(p.untyped_storage().nbytes() > 4 for p in skeleton.model.parameters())
 
     assert real() == 0
-    with skeleton.real(LANGUAGE_MODEL, 2, None) as layer:
+    with skeleton.real(LANGUAGE_MODEL, [2], None) as layer:
         assert layer is not None and real() == len(list(layer.parameters()))
         assert all(p.isfinite().all() for p in layer.parameters())
-    with skeleton.real(LANGUAGE_MODEL, 4, None) as layer:
+    with skeleton.real(LANGUAGE_MODEL, [4], None) as layer:
         assert layer is None and real() == 2
     assert real() == 0
 

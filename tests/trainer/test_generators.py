@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,9 +13,9 @@ from hf_mmparallel import ModulePlugin
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
 from hf_mmparallel.plan.resolve import resolve_plan
 from tests import any_to_any as cases
-from tests.any_to_any import IMAGE, LM, VISION
-from tests.deep_cases import in_turn
-from tests.distributed import run_distributed
+from tests.any_to_any import IMAGE, KINDS, LM, VISION
+from tests.deep_cases import deep, in_turn
+from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
@@ -104,27 +106,67 @@ CORE = (
 )
 
 
-def run_all(names: list[str]) -> dict[str, runs.Run]:
-    """The layouts of these names, one after the other."""
-    cases = {name: LAYOUTS[name] for name in names}
+def run_all(cases: Mapping[str, Any]) -> dict[str, runs.Run]:
+    """The layouts, one after the other."""
     return {
         name: runs.parallel_run("llava", layout, **words(kinds, **arguments))
         for name, (kinds, _, layout, arguments) in cases.items()
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_any_layout_equals_the_stock_trainer(world_size: int):
-    names = [name for name, case in in_turn(LAYOUTS, *CORE).items() if case[1] == world_size]
-    found = run_distributed(run_all, world_size, names, timeout=280)
+def assert_all_equal_the_stock_trainer(cases: Mapping[str, Any]) -> None:
+    """Compares layouts of equal numbers of ranks, in one launch, with one process."""
+    found = run_distributed(run_all, next(iter(cases.values()))[1], dict(cases), timeout=280) if cases else [{}]
     for name, run in found[0].items():
-        kinds, _, layout, arguments = LAYOUTS[name]
+        kinds, _, layout, arguments = cases[name]
         alone = words(kinds, arguments.get("layer"))
         try:
             runs.assert_same_run(run, runs.stock("llava", freeze=runs.frozen(layout), **alone))
         except AssertionError as error:
             raise AssertionError(name) from error
         assert all(rank[name].logs == run.logs for rank in found)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_any_layout_equals_the_stock_trainer(world_size: int):
+    chosen = in_turn(LAYOUTS, *CORE)
+    assert_all_equal_the_stock_trainer({name: case for name, case in chosen.items() if case[1] == world_size})
+
+
+# What is trained besides projectors -> what is frozen
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing": {VISION: "tower", LM: True, IMAGE: "tower"},
+    "the encoder": {LM: True, IMAGE: "tower"},
+    "the language model": {VISION: "tower", IMAGE: "tower"},
+    "the generator": {VISION: "tower", LM: True},
+}
+TWO: dict[str, Any] = {"dp_size": 2}
+# Ranks -> layout, in turn for the kinds of generators x what is frozen
+PLACES: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {VISION: ON_LM, LM: {}, IMAGE: {}}),
+    (4, {VISION: {**TWO, **ON_LM}, LM: TWO, IMAGE: TWO}),
+    (3, {VISION: {}, LM: {}, IMAGE: {}}),
+    (2, {VISION: {}, LM: {}, IMAGE: ON_VISION}),
+    (8, {VISION: TWO, LM: {**TWO, "pp_size": 2}, IMAGE: TWO}),
+)
+
+
+def frozen_cases() -> dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]]:
+    cases = {}
+    for place, (kind, setting) in enumerate(itertools.product(KINDS, SETTINGS)):
+        ranks, layout = PLACES[place % len(PLACES)]
+        freeze = SETTINGS[setting]
+        modules = {
+            name: {**own, **({"freeze": freeze[name]} if name in freeze else {})} for name, own in layout.items()
+        }
+        cases[f"{kind}, {setting} trained"] = ((kind,), ranks, modules, {})
+    return cases
+
+
+@pytest.mark.parametrize("world_size", [2, 3, deep(4), deep(8)])
+def test_any_part_can_be_frozen(world_size: int):
+    chosen = in_turn(frozen_cases(), "unet, the generator trained", "dit, the encoder trained")
+    assert_all_equal_the_stock_trainer({name: case for name, case in chosen.items() if case[1] == world_size})
 
 
 def resumed(folder: Any) -> tuple[runs.Run, runs.Run]:
@@ -165,6 +207,19 @@ def test_the_losses_of_modules_are_logged_and_batches_are_added_up():
     stock = runs.stock_trainer(**words(("codes",)), per_device_train_batch_size=2, gradient_accumulation_steps=4)
     with pytest.raises(ValueError, match="num_generator_targets"):
         stock.train()
+
+
+def without_tokens() -> None:
+    """A run in which a sample has targets of a generator, but none of its placeholders."""
+    model, data = cases.compose("codes"), cases.make_dataset("codes")
+    for sample in data:
+        kept = sample["input_ids"] != cases.DRAWN_TOKEN
+        sample |= {name: sample[name][kept] for name in ("input_ids", "labels", "attention_mask")}
+    runs.make_trainer("llava", {IMAGE: ON_VISION}, model=model, data=data, **SHORT).train()
+
+
+def test_targets_without_placeholders_are_refused():
+    assert_ranks_raise(without_tokens, 2, match="placeholders of generator `image`")
 
 
 @pytest.mark.parametrize("setting", ["pp_size", "tp_size", "zero_stage"])
