@@ -222,15 +222,14 @@ class Combinations:
         """Places modules on separate ranks, up to `limit` together, and prunes the pairs before it combines them."""
         num_ranks = np.add.outer(self.num_ranks, other.num_ranks).ravel()
         fits = np.flatnonzero(num_ranks <= limit)
-        pairs = Pairs(self, other, *divmod(fits, len(other)), in_series)
         if len(fits) <= _MAX_COMBINATIONS:
-            return pairs.combined()
+            return Pairs(self, other, *divmod(fits, len(other)), in_series).combined()
         score = (np.add if in_series else np.maximum).outer(self.warm_up_ms, other.warm_up_ms)
         score += weight * np.maximum.outer(self.slowest_stage_ms, other.slowest_stage_ms)
         own, others = (np.unique(side.family, return_inverse=True)[1] for side in (self, other))
         family = np.add.outer(own * (others.max() + 1), others)
-        kept = _best_of_ranks_and_families(num_ranks[fits], family.ravel()[fits], score.ravel()[fits])
-        return replace(pairs.take(kept).combined(), is_whole=False)
+        kept = fits[_best_of_ranks_and_families(num_ranks[fits], family.ravel()[fits], score.ravel()[fits])]
+        return replace(Pairs(self, other, *divmod(kept, len(other)), in_series).combined(), is_whole=False)
 
     def prune(self, weight: float, most: int = _MAX_COMBINATIONS) -> Combinations:
         """
@@ -286,8 +285,8 @@ class Pairs:
 
     @property
     def family(self) -> NDArray:
-        own, others = (np.unique(side.family, return_inverse=True)[1] for side in (self.left, self.right))
-        return (own * (others.max(initial=0) + 1))[self.first] + others[self.second]
+        left, right = self.left.family, self.right.family
+        return (left * (right.max(initial=0) + 1))[self.first] + right[self.second]
 
     @property
     def num_ranks(self) -> NDArray:
