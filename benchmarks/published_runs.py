@@ -22,18 +22,20 @@ from typing import Any
 
 import torch
 from common import ROOT, Shapes, machine, report
-from published_ceilings import best_plans, best_run, mfu_of
+from published_ceilings import MOST_GPUS, best_plans, best_run, mfu_of
 from published_study import Run, Study, ledger, predicted_gib, predicted_ms, studies
 from rich.table import Table
 from scipy.stats import spearmanr
 
 QUICK_TASKS = 3000
+MISSED = 0.15  # error of a step from which a run needs a reason
 
 
 def run_record(run: Run) -> dict[str, Any]:
     """A run with its prediction."""
     own = ledger(run) if run.study.is_unseen else None
     predicted = predicted_ms(run) if own is None else own.step_ms
+    why = run.why_missed if abs(predicted / run.step_ms - 1) > MISSED else None
     memory = {}
     if run.judges_memory:
         memory = {"measured_gib": run.peak_gib, "predicted_gib": round(predicted_gib(run), 1)}
@@ -48,7 +50,11 @@ def run_record(run: Run) -> dict[str, Any]:
         "measured_mfu": round(mfu_of(run, run.step_ms), 4),
         "predicted_mfu": round(mfu_of(run, predicted), 4),
         **memory,
-        **({} if own is None else {"ledger": {name: round(share, 4) for name, share in own.shares.items()}}),
+        **(
+            {}
+            if own is None
+            else {"ledger": {name: round(share, 4) for name, share in own.shares.items()}, "why": why}
+        ),
     }
 
 
@@ -91,6 +97,8 @@ def unseen_record(records: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]
 def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
     """Prediction errors of a study, with and without the assumptions that are specific to it."""
     own = [run for run in runs if run["dtype"] != "float8"]
+    best = best_run(study)
+    is_planned = not study.is_unseen or best.gpus > MOST_GPUS  # a search for each study would take long
     return {
         "study": study.data["study"],
         "source": study.data["source"],
@@ -101,7 +109,7 @@ def study_record(study: Study, runs: list[dict[str, Any]], plain: list[dict[str,
         **({"without_assumptions": how_far_off(plain)} if plain else {}),
         "best_mfu": max(run["measured_mfu"] for run in own),
         "best_mfu_predicted": max(run["predicted_mfu"] for run in own),
-        "best_plans": best_plans(best_run(study)),
+        "best_plans": best_plans(best) if is_planned else {},
         "notes": study.data.get("notes", []),
     }
 
@@ -145,7 +153,8 @@ def main() -> None:
         table.add_column(name, justify="left" if name == "study" else "right")
     for own in records.values():
         shares = [f"{own[key]:.1%}" for key in ("median_error", "largest_error", "best_mfu", "best_mfu_predicted")]
-        shares += [f"{own['best_plans'][kind]['mfu']:.1%}" for kind in ("own_engine", "ours")]
+        plans = own["best_plans"]
+        shares += [f"{plans[kind]['mfu']:.1%}" if plans else "-" for kind in ("own_engine", "ours")]
         counts = (str(len(own["runs"])), str(own["num_judged"]), f"{own['rank_correlation']:.2f}")
         table.add_row(own["study"], *counts, *shares)
     others = Table(title="runs that nobody had looked at", title_justify="left")

@@ -107,6 +107,17 @@ class Run:
         return 96 * self.batch * self.seq_len * layers * hidden**2 * rest
 
     @property
+    def why_missed(self) -> str | None:
+        """What its study says of runs like it that are predicted badly."""
+        device = {"device": self.device.name}
+        fits = (
+            own
+            for own in self.study.data.get("misses", ())
+            if own["where"].items() <= {**self.values, **device}.items()
+        )
+        return next((own["why"] for own in fits), None)
+
+    @property
     def name(self) -> str:
         sizes = " ".join(
             f"{key} {self.values[key]}" for key in ("dp", "tp", "pp", "vp", "cp", "ep") if self.values[key] > 1

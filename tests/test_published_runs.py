@@ -13,7 +13,9 @@ from hf_mmparallel.cost import find_device
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+import mimo  # noqa: E402
 from published_ceilings import best_plans, best_run  # noqa: E402
+from published_runs import MISSED  # noqa: E402
 from published_study import predicted_ms, published_flops, studies  # noqa: E402
 
 KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "published_runs.json"
@@ -21,7 +23,7 @@ MOST_TASKS = 10_000  # simulated in a few seconds
 CHECKED = ("original", "copy", "unread")
 REACHED = {
     "own_engine": {"llava_a100", "mosaic_a100", "mosaic_h100", "nanotron_1b", "torchtitan_a100", "torchtitan_h100"},
-    "ours": {"llava_a100", "megatron_a100_2021"},  # sequence parallelism, which that run lacks, saves recomputation
+    "ours": {"llava_a100", "megatron_a100_2021", "mosaic_a100", "mosaic_h100", "nanotron_1b"},
 }
 """Studies whose best published MFU a plan reaches, by the costs of the study's engine and of hf_mmparallel's."""
 STUDIES = {study.key: study for study in studies() if not study.is_unseen}
@@ -68,6 +70,23 @@ def test_unseen_runs_are_kept_as_they_are_predicted():
         for run, record in list(zip(study.runs, kept[key]["runs"], strict=True))[::5]:
             assert record["name"] == run.name
             assert predicted_ms(run) == pytest.approx(record["predicted_ms"], rel=1e-3), run.name
+
+
+def test_a_ledger_and_a_reason_explain_each_miss():
+    for key in UNSEEN:
+        for record in json.loads(KEPT.read_text())["studies"][key]["runs"]:
+            assert sum(record["ledger"].values()) == pytest.approx(1.0, abs=0.002), record["name"]
+            assert (record["why"] is not None) == (abs(record["ratio"] - 1) > MISSED), record["name"]
+
+
+@pytest.mark.deep
+def test_an_encoder_on_its_own_gpu_makes_the_step_shorter_as_published():
+    spec = mimo.model()
+    kept = json.loads((KEPT.parent / "mimo.json").read_text())["rows"]
+    assert len(kept) == 12 and all(row["ours"]["shorter"] > 0 and row["Megatron"]["shorter"] > 0 for row in kept)
+    row = next(row for row in kept if row["dataset"] == "RDR")
+    found = mimo.compare(spec, mimo.MEGATRON, "RDR", row["seq_len"], row["batch"])
+    assert found == row["Megatron"]
 
 
 def assert_reached(key: str, found: dict[str, dict[str, Any]]) -> None:
