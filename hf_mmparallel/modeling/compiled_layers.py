@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from torch._dynamo import exc
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ..kernels.bitfield_attention.hf import note_layer_kinds
 from .parallel_linear import shards_as_inputs
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 # A structure has a graph with gradients and one without, for inputs that are trained and that are not, for rows of one
 # sample and of several, for each kind of attention and with recomputation and without.
@@ -96,7 +96,7 @@ class _CompiledForward:
         """Runs layers of this structure without compilation from now on."""
         self._is_refused = True
         name = type(layer).__name__
-        logger.warning(f"Layers of `{name}` run without compilation: {reason}", main_process_only=False)
+        logger.warning(f"Layers of `{name}` run without compilation: {reason}")
 
 
 def compile_layers(layers: Iterable[nn.Module], compilation: Compilation) -> None:

@@ -14,7 +14,6 @@ from .options import ModuleOptions, ParallelConfig, once
 _MAX_COMBINATIONS = 4096  # above which only the best ones per number of ranks are combined with a third module
 _MAX_PER_RANK_COUNT = 32  # combinations per number of ranks
 _MAX_PAIRS = 1 << 22
-_MAX_CELLS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -341,7 +340,7 @@ def best_per_group(group: NDArray, score: NDArray, count: int) -> NDArray:
     """Indices of at most `count` smallest scores of each group; both arrays are `[n]`."""
     few = np.arange(len(group))
     num_cells = count * (int(group.max(initial=0)) + 1)
-    if num_cells <= _MAX_CELLS:  # else a sort of all takes less memory
+    if num_cells <= len(group):  # else a sort of all takes less
         # A group dealt to `count` parts has a score in each that is at most the largest of the parts' smallest ones.
         part = group if count == 1 else count * group + few % count
         smallest = np.full(num_cells, np.inf)

@@ -45,6 +45,11 @@ def needing_words(words: Any) -> Iterator[None]:
         _NEEDS_WORDS.reset(token)
 
 
+@torch.compiler.assume_constant_result
+def _needs_words() -> bool:
+    return _NEEDS_WORDS.get()  # which the compiler can't trace
+
+
 # The parts of a mask function of transformers that words and a window express.
 _PLAIN_PARTS = {
     "causal_mask_function",
@@ -253,7 +258,7 @@ def bitfield_attention_forward(
             language model that trains with neither words nor a mask.
     """
     _refuse(module, dropout, attention_mask, kwargs)
-    if attention_words is None and _NEEDS_WORDS.get() and _layer_kind(module) is not None:
+    if attention_words is None and _needs_words() and _layer_kind(module) is not None:
         raise ValueError(_NEITHER.format(type(module).__name__))
     softcap = softcap or 0.0
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
