@@ -113,7 +113,7 @@ def test_the_compiler_of_inductor_equals_eager_layers():
 def test_layers_that_are_not_one_graph_run_without_compilation(monkeypatch: pytest.MonkeyPatch):
     """Attention of the encoder of Qwen2.5-VL cuts its rows by lengths that are values of a tensor."""
     warned: list[str] = []
-    monkeypatch.setattr(compiled_layers.logger, "warning", lambda text, main_process_only: warned.append(text))
+    monkeypatch.setattr(compiled_layers.logger, "warning", warned.append)
     expected = train_and_evaluate("qwen2_5_vl", build("qwen2_5_vl"))
     model = build("qwen2_5_vl")
     compile_all(model)
