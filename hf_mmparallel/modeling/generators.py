@@ -49,6 +49,11 @@ class Generator(nn.Module):
         """The batch entries that it reads, that of the targets first."""
         return tuple(f"{self.name}_{suffix}" for suffix in (self.targets, *self.optional))
 
+    @property
+    def placeholders(self) -> tuple[str, int, int]:
+        """The batch entry of its targets, the id of their placeholder, and placeholders of a target."""
+        return self.entries[0], self.settings.token_id, self.settings.num_tokens
+
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         """Counts what the loss is summed over in a batch, without reading it on a device."""
         raise NotImplementedError

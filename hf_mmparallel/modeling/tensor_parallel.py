@@ -145,9 +145,12 @@ def _works_by_columns(parent: nn.Module, styles: Mapping[str, str | None]) -> bo
     return torch.allclose(whole[0][..., : columns // 2], share[0])
 
 
+_NO_SETTINGS = {*vars(nn.Module()), "layer_idx"}
+
+
 def _function_key(layer: nn.Module, styles: Mapping[str, str | None]) -> tuple:
     """What tells layers apart that compute another function: class, styles of children, and settings but the index."""
-    settings = vars(layer).keys() - vars(nn.Module()).keys() - {"layer_idx"}
+    settings = vars(layer).keys() - _NO_SETTINGS
     values = ((name, vars(layer)[name]) for name in sorted(settings))
     plain = tuple((n, v if isinstance(v, int | float | str | None) else id(v)) for n, v in values)
     return type(layer), plain, *styles.items(), *(type(child) for _, child in layer.named_children())

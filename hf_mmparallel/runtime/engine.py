@@ -163,9 +163,7 @@ class ParallelEngine(nn.Module):
         self.plan = plan
         self.rank = world.rank
         generators = {name: part.generator for name, part in self.parts.items() if part.generator is not None}
-        targets = {
-            name: (own.entries[0], own.settings.token_id, own.settings.num_tokens) for name, own in generators.items()
-        }
+        targets = {name: generator.placeholders for name, generator in generators.items()}
         self.inputs = RankInputs(plan, self.rank, self._unused_inputs(), self._sharders(model), targets)
         # Groups are made in one order on all ranks, before anything communicates.
         self.sync_groups = sync_groups(self.spec, plan)  # of all ranks
