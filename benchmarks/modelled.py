@@ -108,6 +108,10 @@ class SleepingStage:
     def own_layers(self) -> Any:
         return self.stage.own_layers
 
+    @property
+    def shared_tokens(self) -> Any:
+        return self.stage.shared_tokens
+
     def input_shapes(self, batch: Any) -> Any:
         return self.stage.input_shapes(batch)
 

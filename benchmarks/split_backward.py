@@ -36,8 +36,9 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_mmparallel.modeling import build_model_spec, prepare_stages
+from hf_mmparallel.modeling.products import WeightGradient
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
-from hf_mmparallel.runtime.executor import PutOffGradient, WeightGradients
+from hf_mmparallel.runtime.executor import WeightGradients
 
 CASES = ("plain", "recomputed", "LoRA", "autocast")
 GOAL = 1.05
@@ -139,7 +140,7 @@ def measure_backward(case: str, sizes: Sizes) -> dict[str, Any]:
             return model.model(inputs_embeds=inputs, use_cache=False)[0].float().square().mean()
 
     times: dict[str, list[float]] = {"B": [], "I": [], "W": []}
-    last: list[PutOffGradient] = []
+    last: list[WeightGradient] = []
     for _ in range(sizes.repeats + 2):  # the first two allocate
         loss = loss_of(stock)
         times["B"].append(clock.ms(loss.backward))

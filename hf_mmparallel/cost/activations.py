@@ -156,14 +156,19 @@ def saved_activations(
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
     saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, tp_size) for norm in shape.norms))
     for group in filter(None, [shape.attention, *shape.feed_forwards]):  # a block may have no attention
-        saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision))
+        saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision, tp_size))
     for group in shape.feed_forwards:
         saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision) / tp_size)
     return saved + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
 
 
 def put_off_activations(
-    module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, precision: Precision, tp_size: int
+    module_spec: ModuleSpec,
+    uses: Sequence[ParameterUse],
+    index: int,
+    precision: Precision,
+    tp_size: int,
+    is_recomputed: bool,
 ) -> Polynomial:
     """
     Bytes that stay from the gradients of inputs of a layer to those of its weights: inputs of trained matrices, of
@@ -173,15 +178,18 @@ def put_off_activations(
     values = 0.0
     if 0 <= index < module_spec.num_layers:
         split = tp_size if is_split(shape.attention) else 1
-        values += _put_off_values(shape.attention, hidden, split, precision.is_cast)
-        values += sum(_put_off_values(group, hidden, tp_size, precision.is_cast) for group in shape.feed_forwards)
+        row_shares = module_spec.row_shares(tp_size)
+        # ranks that share rows cast them once, and keep their shares unless a repeated forward has all of them
+        is_cast, kept = precision.is_cast and row_shares == 1, 1.0 if is_recomputed else 1 / row_shares
+        for group, size in [(shape.attention, split), *((group, tp_size) for group in shape.feed_forwards)]:
+            values += _put_off_values(group, hidden, size, kept, is_cast)
     elif index >= 0 and module_spec.name != LANGUAGE_MODEL:
         for matrix, (share, columns) in zip(shape.matrices, chain_widths(shape), strict=True):
             values += share * matrix.trained * (columns + matrix.shape[0])
     return Polynomial(token=values * precision.compute)
 
 
-def _put_off_values(group: Sequence[Matrix], hidden: int, split: int, is_cast: bool) -> float:
+def _put_off_values(group: Sequence[Matrix], hidden: int, split: int, kept: float, is_cast: bool) -> float:
     """Values per token that stay for matrices; all but the last read the hidden state, and the last writes it."""
     result = 0.0
     for matrix in group:
@@ -192,7 +200,7 @@ def _put_off_values(group: Sequence[Matrix], hidden: int, split: int, is_cast: b
             result += matrix.width_in(hidden) / split * (matrix.trained or rank > 0)
     readers = group if len(group) == 1 else group[:-1]
     num_copies = sum(matrix.trained or matrix.adapter_rank > 0 for matrix in readers)
-    return result + hidden * (num_copies if is_cast else min(1, num_copies))  # each casts its input
+    return result + kept * hidden * (num_copies if is_cast else min(1, num_copies))  # each casts its input
 
 
 def grouped_copies(module_spec: ModuleSpec, uses: Sequence[ParameterUse] = (), tp_size: int = 1) -> int:
@@ -277,17 +285,26 @@ def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: in
     return norm.saved_bytes(width, precision.compute, precision.compute)
 
 
-def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
+def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int) -> float:
     """Saved bytes per token for the matrices that read the hidden state, and for adapters."""
+    row_shares = module_spec.row_shares(tp_size)
     # tokens are sorted by expert, in a copy of each for every active one
     read = [matrix.copies for matrix in group[:-1] if matrix.saves_input(precision)]
     saved = (sum(read) if precision.is_cast else max(read, default=0.0)) * module_spec.hidden_size * precision.compute
+    if row_shares > 1:  # all have the same copy, of which the rank keeps its share
+        saved = gathered_bytes(module_spec, group, precision) / row_shares
     for matrix in group:
         saved += matrix.adapter_rank * matrix.adapter_bytes
-        if matrix.adapter_bytes > precision.stream:
+        if matrix.adapter_bytes > precision.stream and (matrix is group[-1] or row_shares == 1):
             width = matrix.width_in(module_spec.hidden_size) if matrix is group[-1] else module_spec.hidden_size
             saved += width * matrix.adapter_bytes
     return saved
+
+
+def gathered_bytes(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
+    """Bytes per token of the rows that a block gathers, if the gradient of a weight is computed from them."""
+    is_read = any(matrix.trained or matrix.adapter_rank for matrix in group[:-1])
+    return float(is_read * module_spec.hidden_size * precision.compute)
 
 
 def _feed_forward_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
@@ -357,6 +374,7 @@ class TransientMemory:
 
     forward: Polynomial  # of a forward without saved activations
     backward: Polynomial
+    recomputed: Polynomial  # of the backward of a layer whose activations are recomputed
 
 
 def transient_memory(
@@ -386,13 +404,21 @@ def transient_memory(
         backwards.append(Polynomial(pairs / split, width / split))
     # A forward has the input of the stack and that of the layer, what the last block reads and what it returns; a
     # backward the gradients of the output and the input.
-    in_forward, in_backward = 4.0, 2.0
+    in_forward, in_backward, again, recomputed = 4.0, 2.0, 0.0, 0.0
     if module_spec.row_shares(tp_size) > 1:
         # Shares of what is between the blocks. All rows are in the input of the stack, gathered and in the product
         # that is summed, and in the gradient of that.
         share = 1 / tp_size
         in_forward, in_backward = 3.0 + 3.0 * share, 1.0 + 2.0 * share
-    return TransientMemory(_largest(forwards) + hidden * in_forward, _largest(backwards) + hidden * in_backward)
+        # what a block gathers again for its backward; a forward that is recomputed keeps what all of them gather
+        gathered = [gathered_bytes(module_spec, group, precision) for group in (shape.attention, *shape.feed_forwards)]
+        again, recomputed = max(gathered), sum(gathered) * (1 - share)
+    backward = _largest(backwards) + hidden * in_backward
+    return TransientMemory(
+        _largest(forwards) + hidden * in_forward,
+        backward + Polynomial(token=again),
+        backward + Polynomial(token=recomputed),
+    )
 
 
 def _largest(polynomials: Sequence[Polynomial]) -> Polynomial:

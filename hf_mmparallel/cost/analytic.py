@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from .._portable import expm1, log
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
 from .activations import (
@@ -21,7 +23,7 @@ from .activations import (
     saved_activations,
     with_trainable,
 )
-from .collectives import all_gather, all_reduce, all_to_all
+from .collectives import all_gather, all_reduce, all_to_all, longer_ms
 from .devices import Hardware
 from .layers import BYTES_PER_VALUE, OURS, CostModel, Engine, LayerCost, Polynomial
 
@@ -273,6 +275,7 @@ class AnalyticLayers:
             weight_launch_ms=min(launch_ms, weight_launch_ms),
             sums=self._sums(module_spec, uses, index, tp_size, products_ms),
             travels=(travels, travels),
+            gathers=self._gathers(module_spec, uses, tp_size, products_ms) if inside else Polynomial(),
         )
 
     def _products_ms(
@@ -340,6 +343,24 @@ class AnalyticLayers:
         # outputs of the last matrix of each block, and the gradient of what its other matrices read
         split = sum(len(group) > 1 for group in shape.feed_forwards) + is_split(shape.attention)
         return one * split, one * split
+
+    def _gathers(
+        self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], tp_size: int, products_ms: float
+    ) -> Polynomial:
+        """
+        Milliseconds that the gathers of rows for the gradients of weights add to a backward: each is beside the
+        gradient of what the last matrix of its block reads.
+        """
+        if module_spec.row_shares(tp_size) == 1:
+            return Polynomial()
+        shape = LayerShape.of(module_spec, uses)
+        ranks = range(self.first_rank, self.first_rank + tp_size)
+        gather = all_gather(self.device, ranks).of_tokens(module_spec.hidden_size * self.value_bytes)
+        efficiency = 1.0 if self.engine.hidden_sums else self.device.overlap_efficiency
+        sizes = {matrix.name: matrix.copies * matrix.shape[0] * matrix.shape[1] for matrix in shape.matrices}
+        blocks = [group for group in (shape.attention, *shape.feed_forwards) if len(group) > 1]
+        beside = np.array([products_ms * sizes[group[-1].name] / sum(sizes.values()) for group in blocks])
+        return Polynomial(token=float(longer_ms(beside, np.full_like(beside, gather.token), efficiency).sum()))
 
     def _travels(self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], tp_size: int) -> Polynomial:
         """Milliseconds in which tokens travel to experts and back, evenly over these."""

@@ -354,6 +354,7 @@ class CalibratedLayers:
             weight_launch_ms=of_weights,
             sums=(cost.sums[0] * forward.sums, cost.sums[1] * inputs.sums),
             travels=(cost.travels[0] * forward.sums, cost.travels[1] * inputs.sums),
+            gathers=cost.gathers * weights.sums,
         )
 
     def starting_at(self, first_rank: int) -> CalibratedLayers:

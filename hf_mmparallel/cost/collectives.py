@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from .devices import Hardware
 from .layers import Polynomial
 
@@ -91,3 +94,8 @@ def slowest(
 ) -> float:
     """Milliseconds of the slowest of several groups of ranks that communicate at the same time; 0 without groups."""
     return max((collective(device, ranks)(num_bytes) for ranks in groups), default=0.0)
+
+
+def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float) -> NDArray:
+    """Time that communication adds to the computation beside it."""
+    return np.maximum((1 - overlap_efficiency) * beside_ms, beside_ms - compute_ms)

@@ -1,19 +1,52 @@
-"""Communication of a predicted step on each rank over time, for pictures."""
+"""Communication of a predicted step: what crosses the boundaries of modules, and that of each rank, for pictures."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..plan import StageKey, SyncGroup
+import numpy as np
+from numpy.typing import NDArray
+
+from ..plan import Edge, StageKey, SyncGroup
 from ..schedule import Span, Timeline, TransferSpan
 from . import CostModel, StepCost
 from .gradient_sums import optimizer_times
+from .memory import sample_features
 from .step_planner import Prediction
 
 _ROUNDING = 1e-9  # relative to the step
+
+
+@dataclass(frozen=True, eq=False)
+class BoundaryCost:
+    """What crosses a boundary between two modules in a step."""
+
+    edge: Edge
+    feature_bytes: float | None  # from an encoder, in one direction; `None` from other modules
+    message_ms: NDArray  # of each message of both directions
+    has_gradients: bool  # whether gradients go back
+    exposed_ms: float  # by how much the step is shorter where these messages take no time
+
+
+def boundaries_of(costs: CostModel, prediction: Prediction) -> list[BoundaryCost]:
+    """Returns what crosses each boundary of a plan."""
+    timeline, result = prediction.timeline, []
+    modules = np.array([key[0] for key in timeline.graph.stages])[timeline.graph.columns[0]]
+    sources, targets = modules[timeline.graph.links]
+    durations = timeline.durations
+    for edge in prediction.plan.edges:
+        back = (sources == edge.target) & (targets == edge.source)
+        crossing = ((sources == edge.source) & (targets == edge.target)) | back
+        num_bytes = None
+        if costs.spec.modules[edge.source].is_encoder:
+            num_bytes = float(sample_features(costs, prediction.sizes, edge.source).sum())
+        without = timeline.with_durations(replace(durations, messages=np.where(crossing, 0.0, durations.messages)))
+        exposed_ms = timeline.iteration_ms - without.iteration_ms
+        result.append(BoundaryCost(edge, num_bytes, durations.messages[crossing], bool(back.any()), exposed_ms))
+    return result
 
 
 def with_communication(prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]) -> Timeline:

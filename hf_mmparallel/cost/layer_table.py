@@ -15,8 +15,9 @@ from ..plan.ownership import can_put_off
 from ..schedule.kinds import WHOLE_PASSES, WORK, TaskKind, Work
 from .activations import LayerShape, Matrix, Precision, saved_activations, with_trainable
 from .analytic import active_elements
+from .collectives import longer_ms
 from .layers import CostModel, LayerCost, Polynomial, data_gradients
-from .sharded_passes import PassTransfers, longer_ms
+from .sharded_passes import PassTransfers
 
 PLACES: dict[Work, int] = {part: place for place, part in enumerate(WORK)}  # of the parts of work in tables
 SQUARE, TOKEN, _CONSTANT, LAUNCH = range(4)  # columns: per squared token, per token, constant, host time to launch
@@ -221,13 +222,15 @@ def _work_of(
         inner, attends = inner_gradient_share(spec, module, index)
         inputs = Polynomial(inputs.square * attends, inputs.token * inner, inputs.constant * inner)
     again = recomputes and bool(data_gradient or share)
+    # what is recomputed has the rows; a gather is beside the first products of a block, or beside those put off before
+    gathers = layer.gathers * (share > 0 and not again)
     forward_launch, backward_launch = layer.launch_ms
     of_weights = layer.weight_launch_ms * put_off * (share > 0)
     parts: dict[Work, tuple[Polynomial, float]] = {
         "forward": (layer.forward, forward_launch),
         "inputs": (inputs, backward_launch * (data_gradient or share > 0) - of_weights),
-        "weights": (weights * put_off, of_weights),
-        "others": (weights * (1 - put_off), 0.0),
+        "weights": (weights * put_off + gathers * (put_off > 0), of_weights),
+        "others": (weights * (1 - put_off) + gathers * (put_off == 0), 0.0),
         "again": (layer.forward * again, forward_launch * again),
     }
     return np.array([[p.square, p.token, p.constant, launch] for p, launch in (parts[part] for part in WORK)])

@@ -96,16 +96,23 @@ class LayerCost:
     # gradient of its input
     sums: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
     travels: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
+    # gathers of rows for the gradients of its weights, whichever are trained
+    gathers: Polynomial = Polynomial()
 
     @property
     def with_sums(self) -> LayerCost:
-        """The same cost with both included in the forward and in the gradient of the input."""
+        """The same cost with the first two included in the forward and in the gradient of the input."""
         forward, data_gradient = (
             own + sums + travels
             for own, sums, travels in zip((self.forward, self.data_gradient), self.sums, self.travels, strict=True)
         )
         none = (Polynomial(), Polynomial())
         return replace(self, forward=forward, data_gradient=data_gradient, sums=none, travels=none)
+
+    def without(self, left_out: Iterable[Literal["sums", "travels"]]) -> LayerCost:
+        """The same cost where some of what ranks send takes no time; gathers are among the sums."""
+        none = dict.fromkeys(left_out, (Polynomial(), Polynomial()))
+        return replace(self, **none, gathers=Polynomial() if "sums" in none else self.gathers)
 
 
 class LayerCosts(Protocol):
@@ -133,8 +140,7 @@ class LayersWithout:
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
-        none = dict.fromkeys(self.left_out, (Polynomial(), Polynomial()))
-        return replace(self.layers.layer(module, index, tp_size), **none)
+        return self.layers.layer(module, index, tp_size).without(self.left_out)
 
     def starting_at(self, first_rank: int) -> LayersWithout:
         """See [`LayerCosts`]."""

@@ -43,6 +43,7 @@ TERMS: Mapping[str, str] = {
     "messages": "exposed: messages between stages and modules",
     "imbalance": "ranks with less work than the busiest one",
     "bubble": "bubble: the busiest rank waits for others",
+    "routes": "forwards before the step, for the loss over the experts' load",
     "optimizer": "clipping and the optimizer's step",
     "updated": "exposed: updated weights",
 }
@@ -117,7 +118,7 @@ def ledger_of(predictions: Sequence[Prediction], costs: CostModel, sync_groups: 
 def _ledger(prediction: Prediction, costs: CostModel, sync_groups: Sequence[SyncGroup]) -> Ledger:
     """The ledger of one step."""
     timeline = prediction.timeline
-    terms = {**_between_tasks(timeline), **_optimizer(prediction, costs, sync_groups)}
+    terms = {**_between_tasks(timeline), **_optimizer(prediction, costs, sync_groups), "routes": prediction.routes_ms}
     left_ms = _mean_ms(timeline, timeline.durations.tasks)
     for name, changed in _chain(costs):
         own_ms = _mean_ms(timeline, _task_ms(prediction, changed))

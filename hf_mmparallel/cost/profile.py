@@ -276,7 +276,7 @@ class MeasuredLayers:
             measured = self._measured.get(key)
             cost = self._scaled(*key) if measured is None else measured.cost
             counted = self.fallback.layer(*key)
-            self._known[key] = replace(cost, sums=counted.sums, travels=counted.travels)
+            self._known[key] = replace(cost, sums=counted.sums, travels=counted.travels, gathers=counted.gathers)
         return self._known[key]
 
     def _scaled(self, module: str, index: int, tp_size: int) -> LayerCost:

@@ -14,6 +14,7 @@ from ..plan import LANGUAGE_MODEL, ModulePlan, ParallelPlan, SampleSizes, StepPl
 from ..plan.layout import ModuleLayout
 from ..plan.step_plan import ChunkTable
 from .activations import MASKED_ATTENTION
+from .analytic import layer_flops
 from .layers import PACKED_ATTENTION, CostModel
 
 ChunkKey = tuple[str, int, int, int]
@@ -30,6 +31,10 @@ class ChunkSize(NamedTuple):
 
 _ROUNDING = 1e-6  # of a number of sequences
 
+# Work of the busiest of the ranks that share an encoder's chunk, over the mean, above which they share the tokens of
+# each image rather than whole images. Keys and values then travel, and each rank computes what is around the layers.
+SHARES_ABOVE = 1.5
+
 NO_TOKENS = ChunkSize(0, 0, 0)  # the size of the chunk of an empty task, see `build_graph`
 
 
@@ -44,18 +49,25 @@ class RowLayout:
     masked_share: float = 1.0  # speed of attention with a dense mask, relative to what the costs assume
     window: int = 0  # smallest sliding window of a layer in tokens, 0 for none
     sharing: int = 1  # cp ranks that share whole sequences, of which the busiest may have more than its part
+    # where the ranks would wait too long for the busiest, and share the tokens of all sequences: the work of a rank,
+    # with what travels, over an even part of the work; 0 if they can't
+    token_excess: float = 0.0
 
     @classmethod
     def of(cls, costs: CostModel, name: str, module: ModulePlan | ModuleLayout | None = None) -> RowLayout:
         """
-        Layout of a module in a plan: encoders have no padding, and their cp ranks share whole images; rows of a
+        Layout of a module in a plan: encoders have no padding, and their cp ranks share images; rows of a
         language model are padded unless they are packed, and under context parallelism its cp ranks have equally many
         blocks of a packed row.
         """
         module_spec = costs.spec.modules[name]
         attention = module_spec.attention
         if name != LANGUAGE_MODEL:
-            return cls(attention, padded=False, sharing=1 if module is None else module.cp_size)
+            if module is None or module.cp_size == 1:
+                return cls(attention, padded=False)
+            return cls(
+                attention, padded=False, sharing=module.cp_size, token_excess=_token_excess(costs, name, module)
+            )
         if module is not None and module.cp_size > 1:
             return cls(PACKED_ATTENTION, padded=False, block=module.context.block * module.cp_size, causal=True)
         window = min(filter(None, module_spec.windows), default=0)
@@ -95,7 +107,8 @@ class RowLayout:
         """
         count = np.divide(np.square(tokens, dtype=float), squares, out=np.ones(len(tokens)), where=squares > 0)
         count = np.maximum(count, 1.0)
-        return self.sharing * np.ceil(count / self.sharing - _ROUNDING) / count
+        whole = self.sharing * np.ceil(count / self.sharing - _ROUNDING) / count
+        return np.where(whole > SHARES_ABOVE, self.token_excess, whole) if self.token_excess else whole
 
     def of_samples(self, sizes: SampleSizes, name: str, even: bool) -> NDArray:
         """
@@ -129,6 +142,21 @@ class RowLayout:
         if self.sharing > 1:
             result *= self.excess(totals, np.add.reduceat(sizes.whole_squares(name)[order], starts))[:, None]
         return result
+
+
+def _token_excess(costs: CostModel, name: str, module: ModulePlan | ModuleLayout) -> float:
+    """The [`RowLayout.token_excess`] of a module: each rank computes what is around the layers for all tokens."""
+    spec = costs.spec.modules[name]
+    if not spec.shares_tokens:
+        return 0.0
+    flops = [layer_flops(costs.spec, name, index)[0] for index in range(-1, spec.num_layers + 1)]
+    around, total = flops[0] + flops[-1], sum(flops)
+    tp_size, cp_size = (module.tp_size, module.cp_size)
+    link = costs.device.link_bytes_per_ms(tuple(range(0, cp_size * tp_size, tp_size)))
+    # of a token, in the layers: keys and values of the other ranks, beside an even part of the operations
+    received = 2 * spec.num_kv_heads * spec.head_width * costs.value_bytes * spec.num_layers * (cp_size - 1) / cp_size
+    computed_ms = total / cp_size / costs.device.flops_per_ms
+    return 1 + (cp_size - 1) * around / total + received / link / computed_ms
 
 
 def chunk_sizes(costs: CostModel, plan: ParallelPlan, step: StepPlan, sizes: SampleSizes) -> dict[ChunkKey, ChunkSize]:

@@ -13,7 +13,7 @@ from ..plan import ModulePlan, ParallelPlan, ShardingSettings, Stage, stage_hold
 from ..schedule import REST, PassAction, pass_actions
 from ..schedule.kinds import BACKWARD, FORWARD, Direction, TaskKind
 from .activations import DTYPE_BYTES, FULL, parameter_shares
-from .collectives import all_gather
+from .collectives import all_gather, longer_ms
 from .layers import CostModel, first_backward
 
 REDUCES_IN_PASSES = 2  # first ZeRO stage that reduces the gradients of each layer in every backward
@@ -155,11 +155,6 @@ def _placed(
     ]
     transfer, row = np.array(pairs, np.int64).reshape(-1, 2).T
     return transfer, row
-
-
-def longer_ms(compute_ms: NDArray, beside_ms: NDArray, overlap_efficiency: float) -> NDArray:
-    """Time that communication adds to the computation beside it."""
-    return np.maximum((1 - overlap_efficiency) * beside_ms, beside_ms - compute_ms)
 
 
 def pass_transfers(costs: CostModel, plan: ParallelPlan, module: str, layers: tuple[int, int]) -> PassTransfers | None:

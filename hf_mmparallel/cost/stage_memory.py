@@ -215,7 +215,7 @@ def _module_memory(
     precision = Precision.of(module_spec, costs.value_bytes)
     for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
         uses = costs.spec.uses.get((module, index), ())
-        put_off.append(put_off_activations(module_spec, uses, index, precision, tp_size))
+        put_off.append(put_off_activations(module_spec, uses, index, precision, tp_size, checkpointing))
         has_backward = needed[position] or trained[position]
         saved = Polynomial(*table.saved[position].tolist()) if has_backward else Polynomial()
         if 0 <= index < module_spec.num_layers:
@@ -266,7 +266,7 @@ def _layer_entry(
         return (
             _hidden(costs, module_spec) * (1 / module_spec.row_shares(tp_size)),
             transient.forward,
-            saved + transient.backward,
+            saved + transient.recomputed,
         )
     return saved, transient.forward, transient.backward if saved != Polynomial() else Polynomial()
 

@@ -15,6 +15,7 @@ from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, SampleSizes, Stage, StageKey
 from ..schedule.kinds import TaskKind, Work
 from .analytic import ATTENTION_BACKWARD, layer_flops
+from .collectives import longer_ms
 from .layer_table import (
     LAUNCH,
     PLACES,
@@ -28,7 +29,7 @@ from .layer_table import (
     windowed_squares,
 )
 from .layers import CostModel, data_gradients
-from .sharded_passes import PassTransfers, TimedTransfer, longer_ms, transfers_in_passes
+from .sharded_passes import PassTransfers, TimedTransfer, transfers_in_passes
 from .stage_memory import moved_bytes
 
 # Under context parallelism, transfers of keys and values in each part of the work, relative to a forward (for input

@@ -231,8 +231,12 @@ class StepPlanner:
             self.costs, self.plan, planned.step, sizes, timeline.peak_in_flight, timeline.peak_held
         )
         update_ms = self.update_ms if self.training else 0.0
-        utilisation = self.utilisation(sizes, timeline.iteration_ms + update_ms)
-        return Prediction(self.plan, planned, sizes, timeline, memory, utilisation, update_ms)
+        routes_ms = 0.0
+        if self.training and self.costs.spec.language_model.balances_experts and not timeline.has_forwards_first:
+            forwards = replace(self, training=False).sharing(self, "representatives")
+            routes_ms = forwards.timeline(planned.step, planned.sizes, sizes).iteration_ms
+        utilisation = self.utilisation(sizes, routes_ms + timeline.iteration_ms + update_ms)
+        return Prediction(self.plan, planned, sizes, timeline, memory, utilisation, update_ms, routes_ms)
 
     def predict_batch(self, sizes: SampleSizes) -> Prediction:
         """Arranges and predicts a batch."""
@@ -255,10 +259,12 @@ class Prediction(HtmlRepr):
     memory: dict[int, RankMemory]  # of each rank
     flops_utilisation: float  # model FLOPs per second over the peak of all ranks (MFU)
     optimizer_ms: float = 0.0  # of clipping and the optimizer step, after the timeline
+    # of the forwards that run before the timeline as well, for a loss over where routers send the whole batch
+    routes_ms: float = 0.0
 
     @property
     def step_ms(self) -> float:
-        return self.timeline.iteration_ms + self.optimizer_ms
+        return self.routes_ms + self.timeline.iteration_ms + self.optimizer_ms
 
     @property
     def peak_memory_bytes(self) -> float:

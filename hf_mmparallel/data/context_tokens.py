@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .._device import to_device
 from ..arrange.tokens import BLOCK, ContextAssignment, ContextCosts, Method, Mode, assign_context
 from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
@@ -213,10 +212,7 @@ def shard_row(
         block=assignment.block,
         num_ranks=assignment.num_ranks,
     )
-    mask, order, sent = to_device(
-        (shard.mask.tensors, shard.order, shard.sent), words.device if device is None else device
-    )
-    return replace(shard, mask=BitfieldMask(*mask), order=order, sent=sent)
+    return shard.to(words.device if device is None else device)
 
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:

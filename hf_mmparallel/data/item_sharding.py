@@ -1,4 +1,4 @@
-"""Data side of encoders with several cp ranks: spreads whole images, frames and clips over them."""
+"""Data side of encoders with several cp ranks: spreads whole images, frames and clips over them, or their tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..cost.row_sizes import SHARES_ABOVE
 from ..modeling.features import (
     count_feature_tokens,
     feature_runs,
@@ -20,6 +21,7 @@ from ..modeling.features import (
     meta_forward,
     meta_inputs,
 )
+from ..modeling.shared_tokens import even_parts
 from ..modeling.spec import ModulePart
 from ..plan import ModelSpec, ModuleSpec
 from .context_tokens import ContextSharder, ContextSharding
@@ -72,15 +74,20 @@ class ItemSharding:
     # modality -> for each of its feature tokens, its int64 cp rank and its int64 index among those on that rank
     owners: Mapping[str, tuple[Tensor, Tensor]]
     num_tokens: Mapping[str, list[int]]  # modality -> number of feature tokens of each sample
+    # whether the cp ranks share the tokens of every item, so that each has all items and consecutive features
+    by_tokens: bool = False
 
     def local(self, batch: Mapping[str, Any], cp_rank: int) -> dict[str, Any]:
+        if self.by_tokens:
+            return dict(batch)
         selected = [items.select(batch, cp_rank) for items in self.items.values()]
         return {**batch, **{name: value for entries in selected for name, value in entries.items()}}
 
     @property
     def decided(self) -> list[NDArray]:
         """What all ranks that know the chunk must have alike."""
-        return [tensor.numpy() for items in self.items.values() for tensor in (items.tokens, items.cp_ranks)]
+        found = [tensor.numpy() for items in self.items.values() for tensor in (items.tokens, items.cp_ranks)]
+        return [*found, np.array([self.by_tokens])]
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,7 @@ class ItemSharder:
     # modality -> feature tokens of an item, where all have the same number
     item_tokens: Mapping[str, int]
     splits_frames: bool = False  # the frames of a video attend apart
+    shares_tokens: bool = False  # the ranks can share the tokens of an item
 
     @classmethod
     def of(cls, model: PreTrainedModel, spec: ModelSpec, part: ModulePart, name: str, cp_size: int) -> ItemSharder:
@@ -112,18 +120,25 @@ class ItemSharder:
                 splits_frames = frames_are_apart(skeleton, name, inputs["grid_thw"], main.shape[1])
             elif len(main) == 1:
                 tokens = _equal_items(model, module, part, main)
-        return cls(cp_size, spec.placeholders, entries, work, tokens, splits_frames)
+        return cls(cp_size, spec.placeholders, entries, work, tokens, splits_frames, module.shares_tokens)
 
     def __call__(self, batch: Mapping[str, Any]) -> ItemSharding:
         """Distributes the items of a batch with the tokens of an encoder's samples, with or without media."""
         found = {modality: self._items(batch, modality) for modality in self.entries}
         work = np.concatenate([self._work(tokens, extents) for _, tokens, extents in found.values()])
-        cp_ranks = torch.from_numpy(spread(work, self.cp_size)).split([len(tokens) for _, tokens, _ in found.values()])
+        whole = spread(work, self.cp_size)
+        busiest = np.bincount(whole, work, self.cp_size).max()
+        by_tokens = self.shares_tokens and bool(busiest * self.cp_size > SHARES_ABOVE * work.sum())
+        cp_ranks = torch.from_numpy(whole).split([len(tokens) for _, tokens, _ in found.values()])
         items, owners = {}, {}
         for (modality, (frames, tokens, extents)), ranks in zip(found.items(), cp_ranks, strict=True):
             items[modality] = Items(self.entries[modality], frames, tokens, extents, ranks)
-            owners[modality] = _owners(ranks.repeat_interleave(tokens), self.cp_size)
-        return ItemSharding(items, owners, count_feature_tokens(batch, self.placeholders))
+            of_tokens = ranks.repeat_interleave(tokens)
+            if by_tokens:
+                parts = torch.tensor(even_parts(len(of_tokens), self.cp_size))
+                of_tokens = torch.arange(self.cp_size).repeat_interleave(parts)
+            owners[modality] = _owners(of_tokens, self.cp_size)
+        return ItemSharding(items, owners, count_feature_tokens(batch, self.placeholders), by_tokens)
 
     def _items(self, batch: Mapping[str, Any], modality: str) -> tuple[Tensor, Tensor, Tensor]:
         """The [`Items.frames`], and the feature tokens and the extent of each item of a modality."""

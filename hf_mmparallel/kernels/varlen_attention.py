@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +27,38 @@ NAME = "varlen_flash"
 
 _MAX_HEAD_DIM = 256  # of FlashAttention, which takes multiples of 8
 
+# What computes attention of layers whose tokens several ranks share: takes a layer, its queries, keys and values, its
+# mask, the bounds of its sequences, the factor of scores and the dropout, and returns `[batch, length, heads, D]`.
+SharedAttention = Callable[..., Tensor]
+_SHARED: ContextVar[SharedAttention | None] = ContextVar("shared_attention", default=None)
+
+
+@contextmanager
+def attending_by(function: SharedAttention | None) -> Iterator[None]:
+    """A block in which `"varlen_flash"` layers attend by another function."""
+    token = _SHARED.set(function)
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def _shared_attention() -> SharedAttention | None:
+    return None if torch.compiler.is_compiling() else _SHARED.get()  # no graph has layers that share tokens
+
+
+def attends_as_here(function: Callable) -> Callable:
+    """A function that layers run by again in a backward, with what computes their attention now."""
+    shared = _shared_attention()
+    if shared is None:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with attending_by(shared):
+            return function(*args, **kwargs)
+
+    return run
+
 
 def register() -> None:
     """Registers `attn_implementation="varlen_flash"` with transformers."""
@@ -31,15 +66,15 @@ def register() -> None:
     masking_utils.AttentionMaskInterface.register(NAME, masking_utils.sdpa_mask)
 
 
-def use_varlen_attention(encoder: nn.Module) -> bool:
+def use_varlen_attention(encoder: nn.Module, every: bool = False) -> bool:
     """
-    Gives [`varlen_attention_forward`] to the layers of an encoder that know the bounds of their sequences and have the
-    default function, in place; returns whether there are any.
+    Gives [`varlen_attention_forward`] to the layers of an encoder that know the bounds of their sequences, or to
+    `every` layer, where they have the default function, in place; returns whether there are any.
     """
     given: dict[int, Any] = {}  # id of a config -> its copy
     for module in encoder.modules():
         config = getattr(module, "config", None)
-        knows_bounds = "cu_seqlens" in inspect.signature(module.forward).parameters
+        knows_bounds = every or "cu_seqlens" in inspect.signature(module.forward).parameters
         is_default = getattr(config, "_attn_implementation", None) == "sdpa"
         if knows_bounds and is_default and id(config) not in given:
             given[id(config)] = copy.deepcopy(config)
@@ -86,6 +121,9 @@ def varlen_attention_forward(
     Returns:
         `tuple[torch.Tensor, None]`: The output `[1, length, heads, head_dim]`.
     """
+    shared = _shared_attention()
+    if shared is not None:
+        return shared(module, query, key, value, attention_mask, cu_seq_lens_q, scaling, dropout), None
     settings: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
 
 from .lazy_logits import return_lazy_logits
+from .products import multiply
 from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph, sum_rows
 from .unowned import local
 
@@ -69,7 +70,7 @@ def use_plain_tensors(
     style: str,
     mesh: DeviceMesh,
     shared: SharedInput | None = None,
-    has_split_rows: bool = False,
+    block: nn.Module | None = None,
 ) -> None:
     """
     Lets a layer whose parameters are cut compute on plain tensors, in place. A column-parallel one takes all features,
@@ -77,8 +78,8 @@ def use_plain_tensors(
     those of a head, lazy ones of all ranks; a row-parallel one takes those of this rank and returns all. An embedding
     takes and returns all.
 
-    In a block with split rows (see `sequence_parallel`) the block gathers them, and a row-parallel layer returns those
-    of this rank.
+    In a `block` with split rows (see `sequence_parallel`) the block gathers them, and a row-parallel layer returns
+    those of this rank.
     """
     group = mesh.get_group()
     if isinstance(layer, nn.Embedding):
@@ -86,9 +87,9 @@ def use_plain_tensors(
         return
     layer.graph_inputs = None  # type: ignore[assignment]
     if style in _ROW_STYLES:
-        layer.forward = _row_parallel(layer, group, has_split_rows)  # type: ignore[method-assign]
+        layer.forward = _row_parallel(layer, group, block)  # type: ignore[method-assign]
     elif style == "colwise":
-        shared = None if has_split_rows else shared or SharedInput(group)
+        shared = None if block is not None else shared or SharedInput(group)
         layer.forward = _column_parallel(layer, shared)  # type: ignore[method-assign]
     else:
         return_lazy_logits(layer, group)
@@ -117,7 +118,7 @@ def _shards(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 def _product(layer: nn.Linear) -> Callable[..., Tensor]:
     """Returns the function that multiplies; a layer may have one of its own, as `multiply`."""
-    return getattr(layer, "multiply", functional.linear)
+    return getattr(layer, "multiply", None) or partial(multiply, layer=layer)
 
 
 def _column_parallel(layer: nn.Linear, shared: SharedInput | None) -> Callable[[Tensor], Tensor]:
@@ -137,7 +138,7 @@ def _column_parallel(layer: nn.Linear, shared: SharedInput | None) -> Callable[[
     return forward
 
 
-def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, has_split_rows: bool) -> Callable[[Tensor], Tensor]:
+def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, block: nn.Module | None) -> Callable[[Tensor], Tensor]:
     name = group.group_name
 
     def forward(input: Tensor) -> Tensor:
@@ -149,8 +150,9 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, has_split_rows: bo
                 "model's tensor-parallel plan does not cut the layers before it. Use `tp_size=1` for its module."
             )
         product = _product(layer)(input, weight, None)
-        if has_split_rows:
-            output = sum_rows(product, group)
+        if block is not None:
+            kept = None if torch.compiler.is_compiling() else vars(block).pop("kept_share", None)
+            output = sum_rows(product, group, kept)
         else:
             output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
         return output if bias is None else output + bias  # which each rank has whole

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+<<<<<<< HEAD
 from functools import partial
 from itertools import product
+=======
+>>>>>>> main
 from typing import Any
 
 import torch
@@ -13,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from ..kernels.varlen_attention import attends_as_here
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
-from .spec import ModulePart, inside, layers_of, module_parts
+from .spec import ModulePart, inside, layers_of, module_parts, selected_layers
 from .stages import ModuleStage
 from .streamed_layers import OffloadedActivations
 from .unowned import drop_unowned_parameters, identity_layer, is_unowned
@@ -50,7 +54,8 @@ class Recomputation:
     @property
     def function(self) -> Callable:
         """Returns the function that runs a layer."""
-        return partial(checkpoint, **{"use_reentrant": False, **self.options})
+        options = {"use_reentrant": False, **self.options}
+        return lambda run, *args, **kwargs: checkpoint(attends_as_here(run), *args, **options, **kwargs)
 
 
 def inputs_require_gradients(model: nn.Module) -> bool:
@@ -149,12 +154,7 @@ def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
 
 def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int | None:
     """Returns the first hidden state of an encoder that the model's config selects; `None` if it selects none."""
-    selected = getattr(model.config, "vision_feature_layer", None)
-    if selected is None or getattr(model.get_submodule(module.tower), "config", None) is not getattr(
-        model.config, "vision_config", None
-    ):
-        return None
-    return min(index % (module.num_layers + 1) for index in ([selected] if isinstance(selected, int) else selected))
+    return min(selected_layers(model, module), default=None)
 
 
 def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> None:

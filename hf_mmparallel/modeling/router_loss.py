@@ -22,9 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .spec import num_experts_of
-
-_FUNCTION = "load_balancing_loss_func"  # in the modules of transformers
+from .spec import LOAD_BALANCING_LOSS, has_router_loss, num_experts_of, router_coefficient
 
 
 class RouterLoss:
@@ -46,12 +44,12 @@ class RouterLoss:
     @classmethod
     def of_model(cls, model: PreTrainedModel, layers: Iterable[nn.Module], device: torch.device) -> RouterLoss | None:
         """Returns those of a model whose forward may add such a loss, otherwise `None`."""
-        return cls(model, layers, device) if hasattr(_module_of(model), _FUNCTION) else None
+        return cls(model, layers, device) if hasattr(_module_of(model), LOAD_BALANCING_LOSS) else None
 
     @property
     def coefficient(self) -> float:
         """The factor of the loss, 0 if it does not count."""
-        return _coefficient(self._config) or 0.0
+        return router_coefficient(self._config) or 0.0
 
     def no_sums(self) -> Tensor:
         """Sums of no rows: choices, probabilities of each expert, and rows, float64 `[2 E + 1]`."""
@@ -140,16 +138,6 @@ def _module_of(model: PreTrainedModel) -> Any:
     return sys.modules[type(model).__module__]
 
 
-def _coefficient(config: Any) -> float | None:
-    """The factor of the loss; 0 if it does not count, and `None` if the configuration of a text model has none."""
-    return getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else 0.0
-
-
-def has_router_loss(model: PreTrainedModel) -> bool:
-    """Returns whether the forward of a model adds a load-balancing loss to its own."""
-    return _coefficient(model.config.get_text_config()) != 0 and hasattr(_module_of(model), _FUNCTION)
-
-
 def check_router_loss(model: PreTrainedModel, compiles: bool = False) -> None:
     """Raises `ValueError` if the load-balancing loss of a model is none that a plan can add up."""
     if not has_router_loss(model):
@@ -166,10 +154,10 @@ def check_router_loss(model: PreTrainedModel, compiles: bool = False) -> None:
     sums = torch.stack([_row_sums(of_layer, 2, mask.flatten().float()) for of_layer in logits]).sum(0)
     wanted = float(4 * (sums[:4] @ sums[4:8]) / sums[8] ** 2)
     try:
-        found = float(getattr(_module_of(model), _FUNCTION)(logits, 4, 2, mask))
+        found = float(getattr(_module_of(model), LOAD_BALANCING_LOSS)(logits, 4, 2, mask))
     except (TypeError, RuntimeError, ValueError):  # it has other arguments
         found = math.nan
-    is_known = _coefficient(config) is not None and num_experts_of(config) > 0
+    is_known = router_coefficient(config) is not None and num_experts_of(config) > 0
     if not is_known or not math.isclose(wanted, found, rel_tol=1e-5):
         raise ValueError(
             f"`output_router_logits=True` of `{name}` adds a loss over the experts' load that is not the one of "

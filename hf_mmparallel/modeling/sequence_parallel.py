@@ -4,8 +4,10 @@ between attention and feed-forward blocks, where norms and residuals are compute
 (Korthikanti et al. 2022, Reducing Activation Recomputation in Large Transformer Models, section 4.2.2).
 
 The sum over the ranks at the end of a block becomes a reduce-scatter, and a gather stands before the next one: as many
-bytes, while what is saved of norms and of the input of a layer is divided by the number of ranks. Rows that the ranks
-can't share evenly are padded with zeros, which reach no output.
+bytes, while what is saved of norms and of the input of a layer is divided by the number of ranks. So is what a block
+reads: its matrices save the share of the rank, and the rows are gathered again for the gradients of weights, beside
+the first products of the block's backward. Rows that the ranks can't share evenly are padded with zeros, which reach
+no output.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from .products import use_products
 from .tp_collectives import gather_rows, join_rows, split_rows
 from .unowned import hidden_of, with_hidden
 
@@ -88,6 +92,8 @@ class SplitRows:
             layer.register_forward_hook(self._leave_layer, with_kwargs=True),
             *(block.register_forward_pre_hook(self._enter_block, with_kwargs=True) for block in blocks),
         ]
+        for adapted in (part for block in blocks for part in block.modules() if hasattr(part, "lora_A")):
+            _read_rows(adapted)
 
     def remove(self) -> None:
         """Leaves the rows of the layer as they are from now on."""
@@ -114,7 +120,29 @@ class SplitRows:
         num_rows = None
         if _POSITIONS in kwargs:
             num_rows = self._num_rows_without if kwargs[_POSITIONS] is None else _num_rows(kwargs)
-        return with_hidden(args, kwargs, gather_rows(hidden_of(args, kwargs), self.group, num_rows))
+        # a layer that runs again in its backward has all rows there
+        is_recomputed = getattr(self._layer, "gradient_checkpointing", False) and self._layer.training
+        keeps_share = torch.is_grad_enabled() and not is_recomputed
+        rows = gather_rows(_as_multiplied(hidden_of(args, kwargs)), self.group, num_rows, keeps_share)
+        if keeps_share and not torch.compiler.is_compiling():
+            block.kept_share = rows.kept_share  # type: ignore[assignment, attr-defined]
+        return with_hidden(args, kwargs, rows)
+
+
+def _read_rows(adapted: Any) -> None:
+    """Lets the adapters of a layer that reads the rows of a block save the share of the rank, too, in its dtype."""
+    for matrix in adapted.lora_A.values():
+        if "forward" not in vars(matrix):  # which those have that take the features of a rank
+            use_products(matrix)
+            adapted.cast_input_dtype_enabled = False
+
+
+def _as_multiplied(values: Tensor) -> Tensor:
+    """Returns values as autocast gives them to matrices, so that less is gathered and cast once."""
+    kind = values.device.type
+    if not torch.is_autocast_enabled(kind) or values.dtype == torch.float64:
+        return values
+    return values.to(torch.get_autocast_dtype(kind))
 
 
 def _num_rows(kwargs: Mapping[str, Any]) -> int:

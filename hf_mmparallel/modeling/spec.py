@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import statistics
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from ..plan.model_spec import LayerKind, Uses
 from .expert_parallel import experts_of
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
+from .shared_tokens import can_share_tokens
 from .tensor_parallel import with_tp_dims
 from .unowned import hidden_of, identity_layer, whole_shape
 
@@ -267,6 +269,20 @@ def num_experts_of(config: Any) -> int:
     return _setting(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
 
 
+LOAD_BALANCING_LOSS = "load_balancing_loss_func"  # in the modules of transformers
+
+
+def router_coefficient(config: Any) -> float | None:
+    """The factor of the loss over the experts' load; 0 if it does not count, `None` if a configuration has none."""
+    return getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else 0.0
+
+
+def has_router_loss(model: PreTrainedModel) -> bool:
+    """Returns whether the forward of a model adds a load-balancing loss to its own."""
+    has_function = hasattr(sys.modules[type(model).__module__], LOAD_BALANCING_LOSS)
+    return has_function and router_coefficient(model.config.get_text_config()) != 0
+
+
 def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
     """Returns active experts per token / number of experts for a parameter of experts, 1 for others."""
     config: Any = model.config.get_text_config()
@@ -431,7 +447,19 @@ def _module_spec(
         windows=attention_windows(config, len(layers)),
         layer_kinds=layer_kinds(model, layers),
         hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
+        balances_experts=name == LANGUAGE_MODEL and has_router_loss(model),
+        shares_tokens=bool(features) and part.generator is None and can_share_tokens(tower, layers),
     )
+
+
+def selected_layers(model: PreTrainedModel, module: ModuleSpec) -> list[int]:
+    """Returns the hidden states of an encoder that the model's config selects: `i + 1` is the output of layer `i`."""
+    selected = getattr(model.config, "vision_feature_layer", None)
+    if selected is None or getattr(model.get_submodule(module.tower), "config", None) is not getattr(
+        model.config, "vision_config", None
+    ):
+        return []
+    return [index % (module.num_layers + 1) for index in ([selected] if isinstance(selected, int) else selected)]
 
 
 def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output, required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
-from .spec import ModulePart, layers_of, module_parts
+from .shared_tokens import TOKEN_GROUP, SharedTokens, own_part
+from .spec import ModulePart, layers_of, module_parts, selected_layers
 from .unowned import LayerInterceptor, StageExit, StageRun, is_unowned
 
 # Forward of the language model with features that were computed elsewhere.
@@ -152,6 +153,7 @@ class ModuleStage:
         self._interceptor = None if is_whole else LayerInterceptor.of(layers_of(model, self.module_spec.stack))
         self._checked: set[frozenset[str]] = set()  # the names of the inputs of calls whose outputs were looked at
         self.row_shares = 1  # ranks among which the rows that it receives are divided
+        self.shared_tokens = SharedTokens()
         # the next forward with logits and targets records the model's own loss
         self.asks_own_loss = False
         self.own_loss: OwnLoss | None = None
@@ -206,6 +208,12 @@ class ModuleStage:
             ):
                 yield name, owned[name]
 
+    def share_tokens(self) -> None:
+        """Lets cp ranks share the tokens of batches with a `TOKEN_GROUP`. The forwards of layers are as they stay."""
+        selected = selected_layers(self.model, self.module_spec)
+        read = {-1, *self.module_spec.taps, *(layer - 1 for layer in selected), self.module_spec.num_layers - 1}
+        self.shared_tokens = SharedTokens(self.own_layers, read)
+
     def input_shapes(self, inputs: Mapping[str, Any]) -> list[torch.Size]:
         """Computes the shapes of the hidden states that the stage receives, without communication."""
         if self.is_first:
@@ -213,11 +221,12 @@ class ModuleStage:
         if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
             return [torch.Size((batch, -(-length // self.row_shares), *self.module_spec.token_shape))]
-        shapes = []
+        first, group, shapes = self.layers[0], inputs.get(TOKEN_GROUP), []
         with torch.no_grad():
             for _, forward in self._runs(inputs):
                 _, (arrived,) = self._intercepted(forward, StageRun(*self.layers, probe=True))
-                shapes += [arrived.shape] * self.module_spec.states_before(self.layers[0])
+                layers = (first - 1, *self._taps_before(first))
+                shapes += [self.shared_tokens.shape_behind(layer, arrived.shape, group) for layer in layers]
         return shapes
 
     def __call__(
@@ -319,16 +328,20 @@ class ModuleStage:
         """Runs an encoder, or a generator."""
         outputs: dict[Any, Any] = {}
         sent: list[Tensor] = []
+        group = inputs.get(TOKEN_GROUP)
         for number, (modality, forward) in enumerate(self._runs(inputs, rows)):
             self.modality, self.is_first_run = modality, not number
             run = self._stage_run(hidden[number * self._num_received :])
-            outputs[modality], states = self._intercepted(forward, run)
+            with self.shared_tokens.running(group, run):
+                outputs[modality], states = self._intercepted(forward, run)
             sent += [self._to_wire_dtype(state, run.dtype) for state in states]
         if not self.is_last:
             return self._checked_once(sent, hidden, inputs)
         if self.parts[self.module_name].generator is not None:
             return [outputs[None]]
         features = [self._feature(spec, outputs, inputs) for spec in self.module_spec.features]
+        if group is not None:
+            features = [own_part(feature, group) for feature in features]
         return self._checked_once(features, hidden, inputs) if outputs else features
 
     def _blank_rows(self, inputs: Mapping[str, Any]) -> Tensor:

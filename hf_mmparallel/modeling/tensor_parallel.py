@@ -444,13 +444,13 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
     others = {}
     inputs: dict[str, SharedInput] = defaultdict(functools.partial(SharedInput, mesh.get_group()))  # by parent
     blocks = _blocks_of(model, module.stack, styles) if module.sequence_parallel else {}
+    block_of = {part: block for of_layer in blocks.values() for block in of_layer or () for part in block.modules()}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     tied = {name: first[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name, style in styles.plan.items():
         layer = modules.get(name)
         if layer is not None and has_plain_form(layer, style, mesh.size()):
-            has_split_rows = bool(blocks) and name.startswith(f"{module.stack}.")
-            use_plain_tensors(layer, style, mesh, inputs[base_name(name).rpartition(".")[0]], has_split_rows)
+            use_plain_tensors(layer, style, mesh, inputs[base_name(name).rpartition(".")[0]], block_of.get(layer))
         else:
             others[name] = style
     apply_tensor_parallelism(model, mesh, others)

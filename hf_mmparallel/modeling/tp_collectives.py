@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ..world import run_collective
 
 
+def _gather(values: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> tuple[Tensor, Any]:
+    """Returns the values of all ranks, by rank, and with `async_op` the work at whose end they are there."""
+    gathered = values.new_empty((group.size(), *values.shape))
+    flat = values.contiguous().view(-1)
+    return gathered, dist.all_gather_single(gathered.view(-1), flat, group=group, async_op=async_op)
+
+
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the values of all ranks, by rank."""
-    gathered = values.new_empty((group.size(), *values.shape))
-    run_collective(dist.all_gather_single, gathered.view(-1), values.contiguous().view(-1), group=group)
-    return gathered
+    return run_collective(_gather, values, group)[0]
 
 
 class SumGradients(torch.autograd.Function):
@@ -64,9 +70,13 @@ def _own_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _by_rank(values, group.size())[group.rank()].clone()  # so that the rows of others are free
 
 
+def _in_order(gathered: Tensor, num_rows: int | None) -> Tensor:
+    rows = gathered.movedim(0, 1).flatten(1, 2)
+    return rows if num_rows is None else rows.narrow(1, 0, num_rows).contiguous()
+
+
 def _all_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int | None) -> Tensor:
-    rows = gather(values, group).movedim(0, 1).flatten(1, 2)
-    return rows if num_rows is None else rows.narrow(1, 0, num_rows)
+    return _in_order(gather(values, group), num_rows)
 
 
 def _sum_of_own_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -76,19 +86,83 @@ def _sum_of_own_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own
 
 
+class GatheredRows:
+    """
+    The rows of all ranks that the matrices of a block read in a forward, which are gathered again for the gradients of
+    their weights: once in a backward, for all that read them there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_rows: int | None):
+        self.group, self.num_rows = group, num_rows
+        self._readers: list[Callable[[], bool]] = []
+        self._gathered: Tensor | None = None
+        self._work: Any = None
+        self._num_left = 0  # readers that have not read what is gathered
+
+    def add_reader(self, reads_now: Callable[[], bool]) -> None:
+        """Notes one more reader; `reads_now` says whether it reads in the backward that is running."""
+        self._readers.append(reads_now)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether there are readers."""
+        return bool(self._readers)
+
+    @property
+    def is_read_now(self) -> bool:
+        """Whether one of them reads in the backward that is running."""
+        return any(reads_now() for reads_now in self._readers)
+
+    def start(self, share: Tensor) -> None:
+        """Starts to gather the shares of all ranks, unless they are there or on their way."""
+        if self._gathered is None:
+            self._gathered, self._work = _gather(share, self.group, async_op=True)
+            self._num_left = len(self._readers)
+
+    def read(self, share: Tensor) -> Tensor:
+        """Returns the rows, which are forgotten when all readers have had them."""
+        self.start(share)
+        assert self._gathered is not None
+        if self._work is not None:
+            run_collective(self._work.wait)
+            self._gathered, self._work = _in_order(self._gathered, self.num_rows), None
+        rows = self._gathered
+        self._num_left -= 1
+        if not self._num_left:
+            self._gathered = None
+        return rows
+
+
+class KeptShare(NamedTuple):
+    """What is kept of gathered rows for a backward."""
+
+    rows: GatheredRows
+    share: Tensor  # of this rank
+
+
 class _OnRows(torch.autograd.Function):
-    """A function of rows, and that of the gradients."""
+    """A function of rows, and that of the gradients, behind which rows that are read next are on their way."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, values: Tensor, function: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]
+        ctx: Any,
+        values: Tensor,
+        function: Callable[[Tensor], Tensor],
+        adjoint: Callable[[Tensor], Tensor],
+        kept: KeptShare | None = None,
     ) -> Tensor:
-        ctx.adjoint = adjoint
+        ctx.adjoint, ctx.rows = adjoint, None
+        if kept is not None and kept.rows.is_read:
+            ctx.rows = kept.rows
+            ctx.save_for_backward(kept.share)
         return function(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return ctx.adjoint(gradient), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        result = ctx.adjoint(gradient)
+        if ctx.rows is not None and ctx.rows.is_read_now:
+            ctx.rows.start(*ctx.saved_tensors)
+        return result, None, None, None
 
 
 def split_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -103,22 +177,33 @@ def join_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int) -> Tensor
     return _OnRows.apply(values, forth, partial(_own_rows, group=group))
 
 
-def gather_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int | None) -> Tensor:
-    """Returns the rows of all ranks, with padding by default; their gradients are summed over the ranks."""
+def gather_rows(values: Tensor, group: dist.ProcessGroup, num_rows: int | None, keeps_share: bool = False) -> Tensor:
+    """
+    Returns the rows of all ranks, with padding by default; their gradients are summed over the ranks. With
+    `keeps_share` the backward of what reads them gathers them again: they are noted as `kept_share` of the result.
+    """
     if torch.compiler.is_compiling():
-        rows = functional_collectives.all_gather_tensor_autograd(values, 1, group)
+        gather_in_graph = partial(functional_collectives.all_gather_tensor_autograd, gather_dim=1, group=group)
+        # a graph gathers again what is marked so
+        rows = checkpoint(gather_in_graph, values, use_reentrant=False) if keeps_share else gather_in_graph(values)
         return rows if num_rows is None else rows.narrow(1, 0, num_rows)
     forth = partial(_all_rows, group=group, num_rows=num_rows)
-    return _OnRows.apply(values, forth, partial(_sum_of_own_rows, group=group))
+    rows = _OnRows.apply(values, forth, partial(_sum_of_own_rows, group=group))
+    if keeps_share:
+        rows.kept_share = KeptShare(GatheredRows(group, num_rows), values.detach())
+    return rows
 
 
-def sum_rows(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums over the ranks; each gets its own rows of the sum."""
+def sum_rows(values: Tensor, group: dist.ProcessGroup, kept: KeptShare | None = None) -> Tensor:
+    """
+    Sums over the ranks; each gets its own rows of the sum. While the backward goes on from the gradients of all rows,
+    those that were `kept` are gathered again.
+    """
     if torch.compiler.is_compiling():
         padded = functional.pad(values, (0, 0, 0, -values.shape[1] % group.size()))
         return functional_collectives.reduce_scatter_tensor_autograd(padded, "sum", 1, group)
     back = partial(_all_rows, group=group, num_rows=values.shape[1])
-    return _OnRows.apply(values, partial(_sum_of_own_rows, group=group), back)
+    return _OnRows.apply(values, partial(_sum_of_own_rows, group=group), back, kept)
 
 
 class GatherFeatures(torch.autograd.Function):

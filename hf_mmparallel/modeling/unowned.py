@@ -191,6 +191,7 @@ class StageRun:
     probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
     dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
+    num_tokens: int = 0  # of the hidden state that enters the stack, of all ranks that share them
 
     @property
     def hidden(self) -> Tensor | None:
@@ -224,6 +225,8 @@ class LayerInterceptor:
                 return None
             if index == run.stop:
                 raise StageExit(hidden_of(args, kwargs))
+            if index == 0:
+                run.num_tokens = hidden_of(args, kwargs).shape[-2]
             if index == run.first:
                 run.dtype = hidden_of(args, kwargs).dtype
             if index != run.first or index == 0:

@@ -120,6 +120,10 @@ class ModuleSpec:
     layer_kinds: tuple[LayerKind, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
+    # whether the ranks of a cp group can share the tokens of an image or a clip, or have whole ones only
+    shares_tokens: bool = False
+    # whether its loss contains one over where routers send the tokens of the whole batch
+    balances_experts: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
     expert_ranks: tuple[int, ...] = ()
     # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections

@@ -80,8 +80,8 @@ def _check_cp(spec: ModuleSpec, cp_size: int, context: ContextSettings) -> None:
     if context != ContextSettings():
         raise ValueError(
             f"`cp_method={context.method!r}`, `cp_mode={context.mode!r}`, `cp_block={context.block}` of `{spec.name}` "
-            "say how the tokens of a row are divided, but an encoder's cp ranks share whole images, by their work. "
-            "Leave them out."
+            "say how the tokens of a row are divided, but an encoder's cp ranks share images, whole or in equal "
+            "parts. Leave them out."
         )
 
 

@@ -203,10 +203,12 @@ class ModuleOptions:
     @property
     def _max_context(self) -> float:
         """The most cp ranks that a mean sample has work for: enough tokens each, or in an encoder whole images."""
+        by_tokens = max(self.tokens / _MIN_TOKENS_PER_CP_RANK, 1)
         if self.name == LANGUAGE_MODEL:
-            return max(self.tokens / _MIN_TOKENS_PER_CP_RANK, 1)
+            return by_tokens
         squares = float(self.problem.sizes.whole_squares(self.name).mean())
-        return max(self.tokens**2 / squares, 1) if self.module_spec.is_encoder and squares else 1
+        images = max(self.tokens**2 / squares, 1) if self.module_spec.is_encoder and squares else 1
+        return max(images, by_tokens) if self.module_spec.shares_tokens else images
 
     def expert_sizes(self, tp_size: int) -> list[int]:
         """Numbers of ranks that may share the experts of a layer, for some numbers of replicas and cp ranks."""

@@ -14,8 +14,8 @@ from rich.table import Table
 
 from ..cost import CostModel, LayerCosts, RankMemory, predicts_times
 from ..cost.calibration import CalibratedLayers
+from ..cost.communication import boundaries_of
 from ..cost.ledger import TERMS
-from ..cost.memory import sample_features
 from ..cost.profile import MeasuredLayers
 from ..cost.stage_memory import gib_text
 from ..cost.step_planner import Prediction
@@ -460,19 +460,15 @@ def groups_text(plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGr
 
 def boundaries_text(costs: CostModel, prediction: Prediction) -> str:
     """What crosses each boundary between modules in a step, how long a message takes, and which replicas meet."""
-    plan, timeline, texts = prediction.plan, prediction.timeline, []
-    modules = np.array([key[0] for key in timeline.graph.stages])[timeline.graph.columns[0]]
-    sources, targets = modules[timeline.graph.links]
-    for edge in plan.edges:
-        there = (sources == edge.source) & (targets == edge.target)
-        back = (sources == edge.target) & (targets == edge.source)
-        parts = ["gradients back"] * bool(back.any())
-        if costs.spec.modules[edge.source].is_encoder:
-            num_bytes = float(sample_features(costs, prediction.sizes, edge.source).sum())
+    plan, texts = prediction.plan, []
+    for boundary in boundaries_of(costs, prediction):
+        edge, times_ms = boundary.edge, boundary.message_ms
+        parts = ["gradients back"] * boundary.has_gradients
+        if boundary.feature_bytes is not None:
+            num_bytes = boundary.feature_bytes
             tokens = max(float(prediction.sizes.tokens[LANGUAGE_MODEL].sum()), 1.0)
             per_token = f"{num_bytes / tokens / 2**10:,.3g} KiB for each token of the language model"
             parts.insert(0, f"{num_bytes / 2**20:,.3g} MiB of features in a step, {per_token}")
-        times_ms = timeline.durations.messages[there | back]
         if len(times_ms):
             parts.append(f"messages of {ms_text(times_ms.min())} to {ms_text(times_ms.max())}")
             parts.append(f"{ms_text(times_ms.sum())} of them in all, of a step of {ms_text(prediction.step_ms)}")

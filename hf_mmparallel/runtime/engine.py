@@ -25,6 +25,7 @@ from ..data.item_sharding import ItemSharder, Sharder
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
 from ..data.step_dataset import RankInputs
+from ..kernels.varlen_attention import use_varlen_attention
 from ..modeling import accuracy_and_entropy, given_loss, module_parts, prepare_stages, token_loss
 from ..modeling.adapter import Adapter
 from ..modeling.compiled_layers import Compilation, compile_layers
@@ -221,6 +222,7 @@ class ParallelEngine(nn.Module):
         self.expert_loads = dict(self._count_experts()) if self.options.compilation is None else {}
         if self.options.compilation is not None:
             compile_layers(layers, self.options.compilation)
+        self._share_tokens()
         for name, module in self.plan.modules.items():
             stages = [stage for key, stage in self.stages.items() if key[0] == name]
             if module.storage.offload_params and stages:
@@ -387,6 +389,18 @@ class ParallelEngine(nn.Module):
     def _first_backward(self, module: str) -> int:
         """The first layer of a module that may have a backward."""
         return 0 if inputs_require_gradients(self.model) else first_backward(self.spec, module)
+
+    def _share_tokens(self) -> None:
+        """Lets the cp ranks of encoders share the tokens of an image where they can."""
+        sharing = [
+            stage
+            for (name, _, _), stage in self.stages.items()
+            if self.plan.modules[name].cp_size > 1 and self.spec.modules[name].shares_tokens
+        ]
+        for stage in sharing:
+            stage.share_tokens()
+        for stage in sharing:  # whose configs are others then
+            use_varlen_attention(self.model.get_submodule(stage.module_spec.tower), every=True)
 
     def _keep_rows_split(self) -> None:
         """Joins the rows that tp groups share only where something else needs them, see `sequence_parallel`."""

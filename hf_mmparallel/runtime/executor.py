@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._device import clock_of, to_device
 from ..data.step_batch import StepData
 from ..modeling import ModuleStage, whole_logits
 from ..modeling.host_values import KnownOnHost
+from ..modeling.products import WeightGradient, use_products
 from ..modeling.router_loss import RouterLoss
 from ..modeling.unowned import from_shard, local
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StageKey
@@ -35,41 +35,21 @@ from .payloads import Payload, Payloads
 from .step_inputs import StepInputs, check_feature_tokens, check_features_computed, check_labels
 from .work import StepResult, counting_work
 
-# Gradients of the weights of linear layers as work of its own, which pipeline schedules put where a rank would be
-# idle.
-#
-# The backward of a linear layer computes the gradient of its input at once and keeps its input and the gradient of its
-# output, from which that of the weight is computed later (Qi et al. 2023, zero bubble pipeline parallelism, section
-# 2). The graph of the backward is gone by then. All else that is trained gets its gradient at once.
-
-
-@dataclass(frozen=True)
-class PutOffGradient:
-    """The gradient of the weight of a linear layer that is still to be computed."""
-
-    layer: nn.Linear
-    input: Tensor  # `[tokens, in_features]`
-    output_gradient: Tensor  # `[tokens, out_features]`
-
-    def compute(self) -> Tensor:
-        """Returns the gradient `[out_features, in_features]`, as the backward of a linear layer computes it."""
-        return self.output_gradient.t().mm(self.input)
-
-
-PutOffGradients = dict[nn.Linear, list[list[PutOffGradient]]]  # by linear layer and chunk
+# Weight gradients that are put off, see `modeling.products`, by linear layer and chunk
+PutOffGradients = dict[nn.Linear, list[list[WeightGradient]]]
 
 
 class WeightGradients:
     """The linear layers of a rank whose weight gradients can be put off."""
 
     def __init__(self, stages: Iterable[ModuleStage]):
-        self._collected: list[PutOffGradient] | None = None  # `None` while they are not put off
+        self._collected: list[WeightGradient] | None = None  # `None` while they are not put off
         self._layer_of: dict[nn.Linear, int | None] = {}  # linear layer -> its layer in the module, if it is in one
         for stage in stages:
             self._cover(stage)
 
     def _cover(self, stage: ModuleStage) -> None:
-        """Lets the trained linear layers of a stage compute with [`~WeightGradients.multiply`]."""
+        """Lets the trained linear layers of a stage give this their weight gradients."""
         users: dict[nn.Parameter, list[nn.Module]] = {}
         for module in stage.model.modules():
             for parameter in module.parameters(recurse=False):
@@ -79,27 +59,11 @@ class WeightGradients:
             # a weight with several users has one gradient of all of them
             layer = users[parameter][0] if parameter.requires_grad and len(users[parameter]) == 1 else None
             if isinstance(layer, nn.Linear) and parameter is layer.weight and _computes_plainly(layer):
-                layer.multiply = partial(self.multiply, layer)  # type: ignore[assignment]
-                if "forward" not in vars(layer):
-                    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+                use_products(layer, self)
                 self._layer_of[layer] = inside.get(layer)
 
-    def multiply(self, layer: nn.Linear, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Returns what `torch.nn.functional.linear` does for the parameters of a layer on this rank."""
-        is_plain = torch.compiler.is_compiling() or isinstance(weight, DTensor)
-        if is_plain or not (torch.is_grad_enabled() and weight.requires_grad):
-            return functional.linear(input, weight, bias)
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(kind)
-            input, weight = input.to(dtype), weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        # rows, since a view that a function of autograd returns can't be changed in place
-        rows = input.reshape(-1, input.shape[-1])
-        return _Product.apply(rows, weight, bias, layer, self).view(*input.shape[:-1], weight.shape[0])
-
     @contextmanager
-    def put_off(self) -> Iterator[list[PutOffGradient]]:
+    def put_off(self) -> Iterator[list[WeightGradient]]:
         """A block whose backwards add the weight gradients that they leave out to a list."""
         self._collected = result = []
         try:
@@ -107,11 +71,13 @@ class WeightGradients:
         finally:
             self._collected = None
 
-    def collect(self, gradient: PutOffGradient) -> bool:
-        """Takes a gradient that is put off; returns whether it is."""
-        if self._collected is not None:
-            self._collected.append(gradient)
+    @property
+    def is_collecting(self) -> bool:
         return self._collected is not None
+
+    def collect(self, gradient: WeightGradient) -> None:
+        assert self._collected is not None
+        self._collected.append(gradient)
 
     @torch.no_grad()
     def add(self, gradients: PutOffGradients, reach: Callable[[int], None]) -> None:
@@ -121,19 +87,23 @@ class WeightGradients:
         """
         reached: int | None = None
         while gradients:
-            layer = next(iter(gradients))
+            layer, chunks = next(iter(gradients.items()))
             index = self._layer_of[layer]
             if index is not None and index != reached:
                 reached = index
                 reach(index)
-            for of_chunk in gradients.pop(layer):
-                _add(layer.weight, reduce(torch.add, (one.compute() for one in of_chunk)))
+            del gradients[layer]
+            for of_layer in (chunks, next(iter(gradients.values()), [])):  # rows of the next one travel beside
+                for one in chain.from_iterable(of_layer):
+                    one.start()
+            while chunks:
+                _add(layer.weight, reduce(torch.add, (one.compute() for one in chunks.pop(0))))
 
-    def by_layer(self, chunks: Iterable[list[PutOffGradient]]) -> PutOffGradients:
+    def by_layer(self, chunks: Iterable[list[WeightGradient]]) -> PutOffGradients:
         """Linear layer -> what is put off of it in each chunk; first those in no layer, then from the last one on."""
         found: PutOffGradients = {}
         for chunk in chunks:
-            own: dict[nn.Linear, list[PutOffGradient]] = {}
+            own: dict[nn.Linear, list[WeightGradient]] = {}
             for gradient in chunk:
                 own.setdefault(gradient.layer, []).append(gradient)
             for layer, gradients in own.items():
@@ -159,11 +129,6 @@ def _computes_plainly(layer: nn.Linear) -> bool:
     return type(layer) is nn.Linear and is_own and not is_parametrized(layer)
 
 
-def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of a linear layer on plain tensors."""
-    return layer.multiply(input, layer.weight, layer.bias)  # type: ignore[operator]
-
-
 def _add(parameter: Any, gradient: Tensor) -> None:
     """Adds to the gradient of a parameter what this rank has computed, as autograd does."""
     gradient = gradient.to(gradient_dtype(parameter))
@@ -172,28 +137,6 @@ def _add(parameter: Any, gradient: Tensor) -> None:
         return
     gradient = gradient.contiguous()
     parameter.grad = from_shard(gradient, parameter) if isinstance(parameter, DTensor) else gradient
-
-
-class _Product(torch.autograd.Function):
-    """A linear layer whose weight gradient may be put off."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: nn.Linear, owner: WeightGradients
-    ) -> Tensor:
-        ctx.layer, ctx.owner = layer, owner
-        ctx.save_for_backward(input, weight)
-        return functional.linear(input, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        input, weight = ctx.saved_tensors
-        needs_input, _, needs_bias = ctx.needs_input_grad[:3]
-        of_input = gradient.mm(weight) if needs_input else None
-        of_bias = gradient.sum(0) if needs_bias else None
-        later = PutOffGradient(ctx.layer, input, gradient)
-        of_weight = None if ctx.owner.collect(later) else later.compute()
-        return of_input, of_weight, of_bias, None, None
 
 
 LossFunction = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -323,7 +266,7 @@ class _Step:
         # Task -> producer module -> gradient, kept until the last send of a backward.
         self.gradients: dict[tuple, dict[str, Tensor]] = {}
         # Task -> weight gradients that its input gradient left out.
-        self.put_off: dict[tuple, list[PutOffGradient]] = {}
+        self.put_off: dict[tuple, list[WeightGradient]] = {}
         # Stage -> what its last tasks of that kind compute, each of them some layers of all of their chunks, so that
         # the sums over ranks begin in the first of these tasks.
         self.parts: dict[StageKey, list[PutOffGradients]] = {}

@@ -16,6 +16,7 @@ from ..data.step_batch import StepData
 from ..kernels.bitfield_attention.context_parallel import SequenceShard
 from ..modeling import count_feature_tokens
 from ..modeling.host_values import send_known
+from ..modeling.shared_tokens import TOKEN_GROUP
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ParallelPlan, Stage, StageKey
 from ..schedule.kinds import Task
 
@@ -148,11 +149,16 @@ class StepInputs:
         if task.key not in self._on_device:
             sharding, inputs = self._sharding(task), send_known(self.host_batch(task), self.device)
             if isinstance(sharding, ContextSharding):
-                stage, cp_rank = self.planned_stage(task), self.cp_rank(task)
-                shared_by = stage.cp_groups[stage.mesh[cp_rank].index(self.rank)]
-                inputs[WORDS] = sharding.shard(cp_rank, self.groups[shared_by], self.device)
+                inputs[WORDS] = sharding.shard(self.cp_rank(task), self._cp_group(task), self.device)
+            elif sharding is not None and sharding.by_tokens:
+                inputs[TOKEN_GROUP] = self._cp_group(task)
             self._on_device[task.key] = inputs
         return self._on_device[task.key]
+
+    def _cp_group(self, task: Task) -> Any:
+        """Returns the process group of the ranks that share the tokens of a task with this one."""
+        stage = self.planned_stage(task)
+        return self.groups[stage.cp_groups[stage.mesh[self.cp_rank(task)].index(self.rank)]]
 
     def is_real(self, task: Task) -> Tensor | None:
         """Returns which tokens of a task of the language model are no padding, float32 `[tokens]`, `None` for all."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .._device import Clock, HostCopy
 from ..data.context_tokens import WORDS
 from ..kernels.bitfield_attention import decode_words
+from ..modeling.shared_tokens import SharedTokens
 from ..modeling.unowned import hidden_of
 from ..plan import LANGUAGE_MODEL
 from ..schedule.kinds import Task
@@ -80,7 +81,8 @@ def counting_work(inputs: StepInputs, task: Task, work: dict[str, WorkSums]) -> 
             sums.add(float(sum(rows)), float(sum(count**2 for count in rows)))
         return nullcontext()
     if task.module != LANGUAGE_MODEL:
-        return counting_layers(inputs.stages[task.stage_key].own_layers, spec.num_layers, sums)
+        stage = inputs.stages[task.stage_key]
+        return counting_layers(stage.own_layers, spec.num_layers, sums, stage.shared_tokens)
     if task.stage == 0 and inputs.rank == firsts[0]:
         sums.add(*language_work(inputs.whole_batch(task), spec.needed_windows))
     return nullcontext()
@@ -113,15 +115,21 @@ def _attended(lengths: Tensor, windows: Sequence[int]) -> float:
 
 
 @contextmanager
-def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: WorkSums) -> Iterator[None]:
+def counting_layers(
+    layers: Mapping[int, nn.Module], num_layers: int, work: WorkSums, shared: SharedTokens
+) -> Iterator[None]:
     """Counts what the layers of a stage of an encoder, which has `num_layers`, compute on meanwhile."""
 
-    def count(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def count(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = hidden_of(args, kwargs)
-        tokens = float(num_tokens_of(hidden.shape)) if layer is layers.get(0) else 0.0
-        work.add(tokens, _squares(hidden, kwargs.get("cu_seqlens")) / num_layers)
+        length, part = shared.part_of_rank(index, hidden)
+        tokens = num_tokens_of(hidden.shape) / max(hidden.shape[-2], 1) * length
+        work.add(part * tokens if index == 0 else 0.0, part / num_layers * _squares(tokens * length, kwargs))
 
-    handles = [layer.register_forward_pre_hook(count, with_kwargs=True) for layer in layers.values()]
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(count, index), with_kwargs=True)
+        for index, layer in layers.items()
+    ]
     try:
         yield
     finally:
@@ -129,11 +137,10 @@ def counting_layers(layers: Mapping[int, nn.Module], num_layers: int, work: Work
             handle.remove()
 
 
-def _squares(hidden: Tensor, ends: Any) -> Tensor | float:
-    """Sums the squares of the sequences of `[..., sequence, width]`, or of those that end at `ends` in one row."""
-    if isinstance(ends, Tensor):
-        return ends.diff().double().square().sum()
-    return float(num_tokens_of(hidden.shape) * hidden.shape[-2])
+def _squares(of_rows: float, kwargs: Mapping[str, Any]) -> Tensor | float:
+    """Sums the squares of sequences that end at the bounds which a layer is given, or else are whole rows."""
+    ends = kwargs.get("cu_seqlens")
+    return ends.diff().double().square().sum() if isinstance(ends, Tensor) else of_rows
 
 
 # The results of one step on a rank: losses, times, work.

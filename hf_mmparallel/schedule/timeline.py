@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..plan import StageKey, StepPlan
 from .graph import TaskGraph, build_graph
 from .in_flight import in_flight_limits, may_alternate, occupied_ranks
-from .kinds import ADDS_GRADIENTS, CLOSES, OPENS, Task
+from .kinds import ADDS_GRADIENTS, BACKWARD, CLOSES, OPENS, Task
 from .lowering import sum_instants
 from .parts import Representatives
 from .scheduler import Cost, Order, default_cost, order_tasks, task_times
@@ -128,6 +128,12 @@ class Timeline:
             for rank in self._ranks[stages[index]]:
                 result[rank].append(tasks[index])
         return result
+
+    @cached_property
+    def has_forwards_first(self) -> bool:
+        """Whether no rank runs a forward behind a backward."""
+        directions = ([task.row.direction for task in tasks] for tasks in self.tasks_of_rank)
+        return all(own == sorted(own, key=BACKWARD.__eq__) for own in directions)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:

@@ -34,7 +34,7 @@ from ..modeling import build_model_spec
 from ..modeling.adapter import base_model_of, with_adapters_of
 from ..modeling.loading import blank_model, check_gatherable, fill
 from ..modeling.loss import IGNORE_INDEX
-from ..modeling.router_loss import has_router_loss
+from ..modeling.spec import has_router_loss
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, PlannedFor, SampleSizes
 from ..plan.resolve import sharding_without_effect
 from ..runtime.optimizers import PossibleCuts, give_same_groups, prepare_optimizer

@@ -152,7 +152,7 @@ def predict(
     report = StepReport.of(planner, predictions)
     in_order = planner.with_arrangement("contiguous")
     before = [_arranged(in_order, batch) for batch in batches]
-    before_ms = [planner.timeline(step.step, step.sizes).iteration_ms + predictions[0].optimizer_ms for step in before]
+    before_ms = [in_order.predict(step).step_ms for step in before]
     planned = report.planned
     typical = next(step for step in before if step.sizes is planned.sizes)
     balances = step_balance(typical.step, planned.workloads), step_balance(planned.step, planned.workloads)
@@ -325,7 +325,13 @@ class PlanReport:
                 'into one row, and its attention function is "bitfield".'
             )
         lines += [
-            f"{module.cp_size} ranks share the images, frames and clips of each microbatch of `{name}`, whole ones."
+            f"{module.cp_size} ranks share the images, frames and clips of each microbatch of `{name}`, "
+            + (
+                "whole ones, or their tokens where one rank would have much more work than the rest."
+                if self.engine.spec.modules[name].shares_tokens
+                else f"whole ones: the layers of `{self.engine.spec.modules[name].tower}` are not known to leave all "
+                "that is between tokens to an attention function of transformers. For single images use `tp_size`."
+            )
             for name, module in plan.modules.items()
             if module.cp_size > 1 and name != LANGUAGE_MODEL
         ]

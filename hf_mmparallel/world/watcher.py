@@ -46,11 +46,12 @@ def track_activity(activity: str, waits: bool = False) -> Iterator[None]:
     ACTIVITY.now(*before)
 
 
-def run_collective(collective: Callable[..., Any], *tensors: Any, group: Any) -> None:
-    """Runs a collective, in which this rank waits for others."""
+def run_collective(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a collective, or the end of one, in which this rank waits for others."""
     ACTIVITY.waits = True
-    collective(*tensors, group=group)
+    result = collective(*args, **kwargs)
     ACTIVITY.waits = False
+    return result
 
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mmparallel.arrange import contiguous_step
@@ -13,9 +15,13 @@ from hf_mmparallel.cost import analytic_costs
 from hf_mmparallel.cost.activations import LayerShape, Precision, saved_activations
 from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.sequence_parallel import keep_rows_split
 from hf_mmparallel.modeling.spec import activation_copies
+from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
+from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParameterSpec, ParameterUse, SampleSizes, resolve_plan
 from tests.cost.models import PLAIN, text_model
+from tests.distributed import run_distributed
 
 SIZES = {
     "hidden_size": 64,
@@ -45,7 +51,7 @@ def build(family: str, **settings: Any) -> Any:
 def saved_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False) -> dict[int, int]:
     """Layer, or one more for what is behind them -> bytes that its operations are the first to keep, but weights."""
     layers = model.get_decoder().layers
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, tuple[int, int]] = {}
     held: list[torch.Tensor] = []
     place = [-1]
@@ -74,7 +80,7 @@ def saved_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False
     return result
 
 
-def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False) -> dict[int, float]:
+def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size: int = 1) -> dict[int, float]:
     """Layer -> bytes, as derived from the model's description."""
     spec = build_model_spec(model)
     part = spec.language_model
@@ -82,7 +88,7 @@ def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False) -> dict
     squares = SAMPLES * LENGTH**2 if is_uneven or part.attention == "eager" else 0
     precision = Precision.of(part, value_bytes)
     kept = {
-        index: saved_activations(part, spec.uses[part.name, index], index, precision, 1)(tokens, squares)
+        index: saved_activations(part, spec.uses[part.name, index], index, precision, tp_size)(tokens, squares)
         for index in range(part.num_layers + 1)
     }
     kept[part.num_layers] += 4 * model.config.vocab_size * tokens  # of the loss
@@ -130,6 +136,37 @@ def test_adapters_keep_the_inputs_of_the_layers_that_they_adapt(targets, is_narr
         if "lora_" in name:
             parameter.data = parameter.data.float()
     check(model, 0.06, 2 if is_narrow else 4)
+
+
+def check_share(kind: str, is_cast: bool) -> None:
+    """Compares what a rank of a tp group keeps."""
+    model: Any = build("llama")
+    if kind == "frozen":
+        model.requires_grad_(False)
+    elif kind != "trained":
+        model = inject_adapter_in_model(LoraConfig(r=8), model.bfloat16() if kind == "wide adapters" else model)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.float()
+    expected = predicted(model, 2 if is_cast or kind == "wide adapters" else 4, tp_size=dist.get_world_size())
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tp",))
+    module = build_model_spec(model).language_model
+    assert module.row_shares(mesh.size()) == mesh.size()
+    apply_module_tp(model, module, mesh, {parameter.name for parameter in module.parameters})
+    keep_rows_split(dict(enumerate(model.model.layers)), {-1, len(model.model.layers) - 1})
+    found = saved_by_autograd(model, is_cast=is_cast)
+    assert expected[1] == pytest.approx(found[1], rel=0.06), (kind, is_cast, expected, found)
+
+
+def check_shares() -> None:
+    for kind in ("trained", "frozen", "adapters", "wide adapters"):
+        for is_cast in (False, True):
+            check_share(kind, is_cast)
+
+
+@pytest.mark.distributed
+def test_a_rank_of_a_tp_group_keeps_its_share_of_what_a_block_reads():
+    run_distributed(check_shares, 2)
 
 
 def test_scores_and_masks_grow_with_the_square():

@@ -17,6 +17,7 @@ from hf_mmparallel.cost import (
 )
 from hf_mmparallel.cost.analytic import ATTENTION_BACKWARD
 from hf_mmparallel.cost.layer_table import PLACES
+from hf_mmparallel.cost.layers import LayersWithout
 from hf_mmparallel.cost.stage_memory import stage_memory
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -168,17 +169,23 @@ def test_attention_and_the_feed_forward_sum_the_gradient_of_what_they_read_once(
     assert found == pytest.approx(2 * ring + inputs + 2 * whole)
 
 
+def sharing_rows(spec: ModelSpec) -> ModelSpec:
+    """The model in whose layers ranks share rows."""
+    language_model = replace(spec.language_model, sequence_parallel=True)
+    return replace(spec, modules={**spec.modules, LANGUAGE_MODEL: language_model})
+
+
 def test_ranks_that_share_rows_divide_norms_and_gather_at_the_ends_of_a_stage():
     whole = model(tied=False)
-    language_model = replace(whole.language_model, sequence_parallel=True)
-    shared = replace(whole, modules={**whole.modules, LANGUAGE_MODEL: language_model})
+    shared = sharing_rows(whole)
     plugin = ModulePlugin(tp_size=2)
     times = [cost_of(spec, language_model=plugin)(FORWARD) for spec in (whole, shared)]
     # A gather and a reduce-scatter move what an all-reduce does; one more gather joins what leaves the stage.
     divided = 20 * LAYERS * (NORM_BYTES + 2 * 3 * 2 * HIDDEN) / 2 * BYTE_MS
     assert times[0] - times[1] == pytest.approx(divided - 20 * HIDDEN / H100.link_bytes_per_ms(range(2)))
     saved = [h100(spec).layers.layer(LANGUAGE_MODEL, 1, 2).activations.token for spec in (whole, shared)]
-    assert saved[0] - saved[1] == pytest.approx((4 + 2) * HIDDEN / 2)  # of the norm, in float32 and normalized
+    # of the norm, in float32 and normalized, and of what attention and the feed-forward read
+    assert saved[0] - saved[1] == pytest.approx((4 + 2 + 2 * 2) * HIDDEN / 2)
     again = ModulePlugin(tp_size=2, activation_checkpointing=True)
     held = [
         stage_memory(h100(spec), plan, LANGUAGE_MODEL, plan.stage(LANGUAGE_MODEL, 0, 0)).saved_bytes(CHUNK)
@@ -187,6 +194,25 @@ def test_ranks_that_share_rows_divide_norms_and_gather_at_the_ends_of_a_stage():
     ]
     # The inputs of the layers; beside that of the first one all rows that it starts from stay, too.
     assert held[0] - held[1] == pytest.approx(10 * (LAYERS / 2 - 1) * 2 * HIDDEN)
+
+
+def test_rows_are_gathered_once_more_for_the_gradients_of_weights_beside_products():
+    """A block whose last matrix computes longer than the gather takes is slower meanwhile; nothing if frozen."""
+    shared = sharing_rows(model(tied=False))
+    gather = HIDDEN * 2 / 2 / H100.link_bytes_per_ms(range(2))
+    fast, slow = (replace(H100, link_gb_per_s=H100.link_gb_per_s * factor) for factor in (1e6, 1.0))
+    costs = [analytic_costs(shared, device) for device in (fast, slow)]
+    hidden, exposed = (own.layers.layer(LANGUAGE_MODEL, 1, 2).gathers for own in costs)
+    assert hidden.token == pytest.approx(2 * (1 - H100.overlap_efficiency) * gather / 1e6)
+    assert 2 * (1 - H100.overlap_efficiency) * gather <= exposed.token < 2 * gather
+    frozen = replace(shared, modules={name: own.with_frozen(True) for name, own in shared.modules.items()})
+    for spec, again, expected in ((shared, False, exposed.token), (shared, True, 0.0), (frozen, False, 0.0)):
+        costs = h100(spec)
+        tables = [
+            layer_table(replace(costs, layers=layers), LANGUAGE_MODEL, 2, again).work[:, 2, 1]
+            for layers in (costs.layers, LayersWithout(costs.layers, ("sums",)))
+        ]
+        assert (tables[0] - tables[1])[[PLACES["weights"], PLACES["others"]]].sum() == pytest.approx(expected)
 
 
 def test_tokens_of_layers_with_a_state_go_to_their_samples_and_back_and_no_keys_are_gathered():

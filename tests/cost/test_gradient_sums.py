@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import GRADIENT_BUCKET_BYTES, StepCost, analytic_costs, layer_table
-from hf_mmparallel.cost.collectives import all_gather, all_reduce
+from hf_mmparallel.cost.collectives import all_gather, all_reduce, longer_ms
 from hf_mmparallel.cost.gradient_sums import times_beside
 from hf_mmparallel.cost.layers import Engine
-from hf_mmparallel.cost.sharded_passes import PassTransfers, longer_ms
+from hf_mmparallel.cost.sharded_passes import PassTransfers
 from hf_mmparallel.cost.step import last_chunks
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,

@@ -97,3 +97,19 @@ def test_recomputation_and_memory_take_what_a_step_without_them_saves():
     _, of_plain = predicted(DENSE, PLAIN, sizes, **{LM: ModulePlugin()})
     saved = of_plain.terms["memory"] + of_plain.terms["optimizer"]
     assert saved == pytest.approx(plain.step_ms - fast.step_ms, rel=1e-6)
+
+
+def test_a_loss_over_the_load_of_experts_runs_the_forwards_before_the_step():
+    balanced = replace(DENSE, modules={LM: replace(DENSE.language_model, balances_experts=True)})
+    sizes, layout = drawn(DENSE), {LM: ModulePlugin(pp_size=2)}
+    plain, found = predicted(DENSE, H100, sizes, **layout)[0], predicted(balanced, H100, sizes, **layout)
+    assert found[0].step_ms == pytest.approx(plain.step_ms + found[0].routes_ms)
+    assert found[1].terms["routes"] == found[0].routes_ms
+    tasks = plain.timeline.task_times.items()
+    forward_ms = [
+        sum(end - start for task, (start, end) in tasks if task.kind == "fwd" and task.stage == s) for s in (0, 1)
+    ]
+    assert max(forward_ms) < found[0].routes_ms < sum(forward_ms)
+    assert_adds_up(*found)
+    once = predicted(balanced, H100, sizes, microbatch_size=16, **layout)[0]  # all forwards are before all backwards
+    assert once.routes_ms == 0

@@ -12,7 +12,7 @@ from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.data.item_sharding import spread
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 from hf_mmparallel.schedule import Task
-from tests.cost.models import PLAIN, model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model
 from tests.schedule.builders import make_step
 
 SIZES = SampleSizes.of_sequences({"vision": [[4, 4], [], [9], [2]], LANGUAGE_MODEL: [[20], [5], [12], [12]]})
@@ -78,6 +78,26 @@ def test_one_large_image_among_small_ones_is_what_its_cp_ranks_wait_for():
     sizes = SampleSizes.of_sequences({"vision": [[900, *[10] * 9]], LANGUAGE_MODEL: [[20]]})
     step = make_step({"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]})
     assert chunk_sizes(costs, plan, step, sizes)["vision", 0, 0, 0].tokens / 4 == pytest.approx(900, rel=0.1)
+
+
+def test_ranks_share_the_tokens_of_one_image_where_they_can():
+    spec = model()
+    vision = replace(spec.modules["vision"], shares_tokens=True)
+    spec = replace(spec, modules={**spec.modules, "vision": vision})
+    plan = resolve_plan(spec, {"vision": ModulePlugin(cp_size=4)})
+    step = make_step({"vision": [[[0]]], LANGUAGE_MODEL: [[[0]]]})
+
+    def tokens_of(*images: int, link_gb_per_s: float = 1e12) -> float:
+        costs = analytic_costs(spec, replace(PLAIN, link_gb_per_s=link_gb_per_s))
+        sizes = SampleSizes.of_sequences({"vision": [images], LANGUAGE_MODEL: [[20]]})
+        return chunk_sizes(costs, plan, step, sizes)["vision", 0, 0, 0].tokens
+
+    # a projector of one matrix, beside four layers of twelve, is computed on each of the four ranks
+    around = HIDDEN**2 / (HIDDEN**2 + LAYERS * LAYER_MATRICES)
+    assert tokens_of(900) == pytest.approx(900 * (1 + 3 * around))
+    assert tokens_of(900, link_gb_per_s=450.0) > tokens_of(900)  # keys and values travel
+    assert tokens_of(450, 450) == pytest.approx(tokens_of(900))  # two ranks would wait
+    assert tokens_of(*[225] * 4) == 900  # whole ones
 
 
 def test_rows_of_one_length_need_no_dense_mask():

@@ -71,6 +71,22 @@ def test_every_item_is_whole_on_one_rank_and_its_features_are_where_owners_say(i
         assert sharding.num_tokens[modality] == (batch["input_ids"] == token).sum(-1).tolist()
 
 
+@pytest.mark.parametrize(
+    ("images", "by_tokens"),
+    [([(1, 8, 8)], True), ([(1, 8, 8), (1, 2, 2)], True), ([(1, 4, 4)] * 2, False), ([], False)],
+)
+def test_the_tokens_of_few_items_are_shared(images, by_tokens):
+    batch = packed_media([images, [], []], [[], [], []])
+    assert not sharder_of(2)(batch).by_tokens  # an encoder that can't
+    sharding = sharder_of(2, shares_tokens=True)(batch)
+    assert sharding.by_tokens == by_tokens
+    ranks, indices = (own.tolist() for own in sharding.owners["image"])
+    if by_tokens:
+        assert all(sharding.local(batch, rank)["pixel_values"] is batch["pixel_values"] for rank in range(2))
+        assert ranks == sorted(ranks) and abs(ranks.count(0) - ranks.count(1)) <= 1
+        assert indices == [*range(ranks.count(0)), *range(ranks.count(1))]
+
+
 @example([1, 1, 2], 2)
 @given(st.lists(st.integers(1, 10**12), max_size=12), st.integers(1, 5))
 def test_the_busiest_rank_has_at_most_a_third_more_than_it_must(work, num_ranks):

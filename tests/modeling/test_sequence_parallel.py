@@ -1,16 +1,30 @@
 """Shares of rows on the ranks of a tensor-parallel group, against all rows in one process."""
 
+import copy
+from collections import Counter
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.prepare import enable_checkpointing
+from hf_mmparallel.modeling.sequence_parallel import keep_rows_split
+from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.modeling.tp_collectives import gather_rows, join_rows, split_rows, sum_rows
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.runtime.executor import WeightGradients
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.runtime.test_weight_gradients import Stage
 
 NUM_RANKS = 3
 
@@ -67,6 +81,127 @@ def compare_all() -> None:
 @pytest.mark.distributed
 def test_rows_are_split_joined_gathered_and_summed():
     run_distributed(compare_all, NUM_RANKS)
+
+
+# Rows that a block reads, of which each rank keeps its share for the backward
+
+GATHER, REDUCE = "c10d._allgather_base_.default", "c10d._reduce_scatter_base_.default"
+NUM_LAYERS = tiny.TEXT["num_hidden_layers"]
+ONCE = {GATHER: 2 * NUM_LAYERS + 1, REDUCE: 2 * NUM_LAYERS}  # of gradients: for each block, and behind the layers
+# Kind -> gathers of rows in the backward, and in what comes after it
+KINDS = {
+    "trained": (2 * NUM_LAYERS, 0),
+    "cast": (2 * NUM_LAYERS, 0),
+    "put off": (0, 2 * NUM_LAYERS),
+    "frozen": (0, 0),
+    "attention alone": (NUM_LAYERS, 0),
+    # beside the gradients of what two adapters sum over the ranks
+    "adapters": (NUM_LAYERS + 2 * NUM_LAYERS, 0),
+    "wide adapters": (NUM_LAYERS + 2 * NUM_LAYERS, 0),
+    "recomputed": (2 * NUM_LAYERS, 0),  # by the forward, which keeps them
+}
+HALF = ("cast", "wide adapters")  # computed in bfloat16
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def of_kind(kind: str) -> nn.Module:
+    """A language model in training, equal on all ranks."""
+    torch.manual_seed(0)
+    model: Any = llama().train()
+    layers = model.model.layers
+    if "adapters" in kind:
+        model = model.bfloat16() if kind == "wide adapters" else model
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "down_proj"]), model)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = random(*parameter.shape, seed=len(name)).float() / 8
+        model.model.embed_tokens.requires_grad_(True)
+    elif kind == "frozen":
+        layers.requires_grad_(False)
+    elif kind == "attention alone":
+        for layer in layers:
+            layer.mlp.requires_grad_(False)
+    elif kind == "recomputed":
+        enable_checkpointing(model, "model", "model.layers")
+    return model
+
+
+def run(model: Any, kind: str) -> tuple[Tensor, list[dict[str, int]]]:
+    """Two forwards and backwards; the output, and collectives of the last backward and after it."""
+    owner = WeightGradients([Stage(model, dict(enumerate(model.model.layers)))] if kind == "put off" else [])
+    ids = random(3, 7, seed=1).mul(100).abs().long() % 90 + 1
+    for seed in range(2):
+        with torch.autocast("cpu", torch.bfloat16) if kind == "cast" else nullcontext():
+            hidden = model.model(ids, use_cache=False)[0]
+        loss = (hidden * random(*hidden.shape, seed=seed)).sum()
+        with Collectives() as backward, owner.put_off() if kind == "put off" else nullcontext([]) as gradients:
+            loss.backward()
+        with Collectives() as afterwards:
+            owner.add(owner.by_layer([gradients]), lambda index: None)
+    return hidden.detach(), [dict(backward.counts), dict(afterwards.counts)]
+
+
+def gathered_gradient(parameter: Tensor, is_share: bool) -> Tensor:
+    """The gradient of a parameter, from those of both ranks."""
+    gradient: Any = parameter.grad
+    if is_share:
+        dist.all_reduce(gradient)
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def compare_kind(kind: str) -> list[dict[str, int]]:
+    """Compares output and gradients of a kind with those of one process; the collectives."""
+    reference = of_kind(kind)
+    model: Any = copy.deepcopy(reference)
+    exact = copy.deepcopy(reference).float()
+    module = build_model_spec(model).language_model
+    mesh = DeviceMesh("cpu", torch.arange(dist.get_world_size()), mesh_dim_names=("tp",))
+    partial = apply_module_tp(model, module, mesh, {parameter.name for parameter in module.parameters})
+    keep_rows_split(dict(enumerate(model.model.layers)), {-1, NUM_LAYERS - 1})
+    (expected, _), (found, counts) = run(reference, kind), run(model, kind)
+    if kind not in HALF:
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    run(exact, "trained")
+    errors = torch.zeros(2)  # of both, relative to float32
+    for name, parameter in reference.named_parameters():
+        assert (model.get_parameter(name).grad is None) == (parameter.grad is None), (kind, name)
+        if parameter.grad is None:
+            continue
+        own, precise = gathered_gradient(model.get_parameter(name), name in partial), exact.get_parameter(name).grad
+        errors += torch.stack([(own - precise).norm(), (parameter.grad - precise).norm()]).float() / precise.norm()
+        if kind not in HALF:
+            scale = parameter.grad.abs().max()
+            close = torch.allclose(own / scale, parameter.grad / scale, rtol=0, atol=2e-5)
+            assert close, (kind, name)
+    assert kind not in HALF or errors[0] < 1.5 * errors[1], (kind, errors)
+    return counts
+
+
+def compare_kinds() -> list[list[dict[str, int]]]:
+    return [compare_kind(kind) for kind in KINDS]
+
+
+@pytest.mark.distributed
+def test_rows_are_gathered_again_once_for_the_gradients_of_weights():
+    for counts in run_distributed(compare_kinds, 2):
+        for (kind, (during, later)), (backward, afterwards) in zip(KINDS.items(), counts, strict=True):
+            expected = dict(ONCE)
+            expected[GATHER] += during
+            expected[REDUCE] += NUM_LAYERS * (kind == "recomputed")  # which ends before the last sum of a layer
+            assert backward == expected, kind
+            assert afterwards == ({GATHER: later} if later else {}), kind
 
 
 def llama(**changes: object) -> LlamaForCausalLM:

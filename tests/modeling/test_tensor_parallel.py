@@ -253,10 +253,10 @@ def test_adapters_and_only_owned_parameters_before_the_weights_are_read_without_
     assert counts == 3 * 4 + 4 * 4 + 1
     names = {name for name, _ in tiny.FAMILIES["llama"]().named_parameters()}
     assert sharded == {name for name in names if ".layers.1." in name and "_proj" in name}
-    # Of attention and the feed-forward in each layer: of the gradients of outputs, and of those of what they read; and
-    # that of the embeddings.
+    # Of attention and the feed-forward in each layer: of the gradients of outputs, of those of what they read, and of
+    # that itself; and of the gradients of embeddings.
     num_layers = tiny.TEXT["num_hidden_layers"]
-    assert of_rows == {"c10d._allgather_base_": 2 * num_layers + 1, "c10d._reduce_scatter_base_": 2 * num_layers}
+    assert of_rows == {"c10d._allgather_base_": 4 * num_layers + 1, "c10d._reduce_scatter_base_": 2 * num_layers}
     assert of_sums == {"c10d.allreduce_": 2 * 4}
 
 

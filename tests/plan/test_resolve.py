@@ -259,7 +259,7 @@ BAD_PLANS = [
     (language(on((2,), (3,)), on((4, 5), (6, 7))), "`cp_size=2` of `language_model` .* tp groups of 1 and 2"),
     (language(UNEVEN_ROWS), "stages of `language_model` have 1 and 2 tp groups"),
     (language(on((2, 3), (3, 4))), "puts rank 3 twice"),
-    (in_context("zigzag", of="vision"), "`cp_method='zigzag'.*` of `vision` .* whole images"),
+    (in_context("zigzag", of="vision"), "`cp_method='zigzag'.*` of `vision` .* whole or in"),
     (OTHER_EDGE, r"The plan's edges are \[.*\(1,\).*\], the model's \[.*'vision'.*\]"),
     (dataclasses.replace(PLAN, schedule="1f2b"), "no `1f2b`. Did you mean `1f1b`"),
     (in_context(method="zigzg"), "no `zigzg`. Did you mean `zigzag`"),

@@ -24,6 +24,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {VISION: TP_AND_STAGES, LM: {**TP_AND_STAGES, "colocate_with": VISION}},
         {"packing": True},
     ),
+    "tp 2": (2, {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "colocate_with": VISION}}, {}),
     "ZeRO-3, recomputed": (2, {VISION: SHARDED, LM: {**SHARDED, "colocate_with": VISION}}, {}),
 }
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from hf_mmparallel.data.item_sharding import ItemSharder, ItemSharding
+from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.plan import ModulePlugin, resolve_plan
 from tests import tiny
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
@@ -73,6 +78,23 @@ ON_TWO: dict[str, Case] = {
         {"data": False},
     ),
 }
+
+
+def stages_on_the_same_ranks(family: str) -> dict[str, Any]:
+    """A plan whose two cp ranks have two stages of the encoder each, beside copies of the language model."""
+    spec = build_model_spec(tiny.FAMILIES[family]())
+    plan = resolve_plan(spec, {VISION: ModulePlugin(**CP2), LM: ModulePlugin(dp_size=2, colocate_with=VISION)})
+    ((stage,),) = plan.modules[VISION].replicas
+    stages = replace(stage, layers=(0, 2)), replace(stage, layers=(2, stage.layers[1]))
+    vision = replace(plan.modules[VISION], replicas=(stages,))
+    return replace(plan, modules={**plan.modules, VISION: vision}, schedule="interleaved").to_dict()
+
+
+ON_TWO |= {
+    "stages cut inside DeepStack": ("qwen3_vl", stages_on_the_same_ranks("qwen3_vl"), {"data": False}),
+    "stages with windows": ("qwen2_5_vl", stages_on_the_same_ranks("qwen2_5_vl"), {"data": True}),
+    "stages, features of an inner layer": ("llava", stages_on_the_same_ranks("llava"), {}),
+}
 ON_FOUR: dict[str, Case] = {
     "more ranks than images": (
         "qwen2_vl",
@@ -115,21 +137,37 @@ def arguments_of(case: Case) -> dict[str, Any]:
     return arguments
 
 
-def train(cases: dict[str, Case]) -> dict[str, runs.Run]:
-    return {name: runs.parallel_run(case[0], case[1], **arguments_of(case)) for name, case in cases.items()}
+def train(cases: dict[str, Case]) -> tuple[dict[str, runs.Run], dict[str, set[bool]]]:
+    """The runs, and whether ranks shared tokens in their chunks, or whole items."""
+    ways: dict[str, set[bool]] = {}
+    distribute = ItemSharder.__call__
+    result = {}
+    for name, case in cases.items():
+        ways[name] = set()
+
+        def noted(self: ItemSharder, batch: Any, seen: set[bool] = ways[name]) -> ItemSharding:
+            sharding = distribute(self, batch)
+            if any(len(items.tokens) for items in sharding.items.values()):
+                seen.add(sharding.by_tokens)
+            return sharding
+
+        with mock.patch.object(ItemSharder, "__call__", noted):
+            result[name] = runs.parallel_run(case[0], case[1], **arguments_of(case))
+    return result, ways
 
 
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, ON_TWO),
+        (2, in_turn(ON_TWO, "experts shared by the same ranks", "stages with windows")),
         (3, in_turn(ON_THREE, "images and frames of unlike sizes")),
         (4, in_turn(ON_FOUR, "with the tokens, on the same ranks")),
     ],
     ids=["2", "3", "4"],
 )
 def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size: int, cases: dict[str, Case]):
-    first = run_distributed(train, world_size, cases, timeout=280)[0]
+    first, ways = run_distributed(train, world_size, cases, timeout=280)[0]
+    assert {True, False} in ways.values() or world_size == 4, ways
     for name, case in cases.items():
         reference = runs.stock(case[0], freeze=runs.frozen(case[1]), **arguments_of(case))
         try:

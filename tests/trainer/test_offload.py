@@ -230,11 +230,11 @@ def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Pa
 
 # Activations
 
-LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}}
 ACTIVATIONS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one process, recomputed or not": ("llava", 1, {VISION: SAVED, LM: {"colocate_with": VISION, **AGAIN}}),
     "DeepStack, interleaved stages": ("qwen3_vl", 3, {VISION: AGAIN, LM: {"pp_size": 2, "vp_size": 2, **SAVED}}),
     "ZeRO-3 and tp": ("llava", 5, {VISION: SAVED, LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 3, **SAVED}}),
+    "tp": ("llama", 2, {LM: {"tp_size": 2, **SAVED}}),
     "split backward": ("llama", 2, {LM: {"pp_size": 2, "split_backward": True, **SAVED}}),
     "streamed weights": ("llava", 3, {VISION: SAVED, LM: {"pp_size": 2, **STREAM, **SAVED}}),
     "streamed and recomputed": ("llava", 2, {VISION: {}, LM: {**STREAM, **AGAIN}}),

@@ -165,6 +165,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {LM: {"tp_size": 2}},
         {"compute_loss_func": runs.with_small_normalizers},
     ),
+    "llava, tp 2 of both on the same ranks, split backwards": (
+        "llava",
+        2,
+        {VISION: {"tp_size": 2, "colocate_with": LM}, LM: {"tp_size": 2, "split_backward": True}},
+        {},
+    ),
+    "llama, tied, tp 2, frozen layers": ("llama_tied", 2, {LM: {"tp_size": 2, "freeze": [r"layers\."]}}, {}),
     "llava, zero bubble with more memory": ("llava", 3, {"modules": PP2, "schedule": "zero_bubble_h2"}, {}),
     "llava, frozen vision, zero bubble": (
         "llava",
@@ -191,6 +198,7 @@ CORE = (
     "llama, tied, tp 2, virtual stages, recomputed",
     "llava, zero bubble and virtual stages on shared ranks",
     "llama, tied, a loss of the user, tp 2",
+    "llava, tp 2 of both on the same ranks, split backwards",
     "llava, tp 4 of vision on the ranks of stages that share tokens",
     "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO",
     "llava, split backwards of copies, ZeRO-3",
@@ -211,10 +219,19 @@ def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
     runs.assert_same_run(run, runs.stock("llava", **accumulated))
 
 
-@pytest.mark.parametrize("sizes", [{"pp_size": 2}, deep(VP2), deep(SPLIT2)])
-def test_bf16_equals_the_stock_trainer_at_its_precision(sizes):
-    run, *_ = run_distributed(runs.parallel_run, 4, "llava", {VISION: {"dp_size": 2}, LM: sizes}, bf16=True)
-    runs.assert_same_run(run, runs.stock("llava", bf16=True), rtol=5e-3, atol=5e-4)
+COPIES = {VISION: {"dp_size": 2}}
+BF16 = [
+    ("llava", 4, {**COPIES, LM: {"pp_size": 2}}),
+    ("llama_tied", 2, {LM: {"tp_size": 2}}),
+    deep("llava", 4, {**COPIES, LM: VP2}),
+    deep("llava", 4, {**COPIES, LM: SPLIT2}),
+]
+
+
+@pytest.mark.parametrize(("family", "world_size", "parallel"), BF16)
+def test_bf16_equals_the_stock_trainer_at_its_precision(family, world_size, parallel):
+    run, *_ = run_distributed(runs.parallel_run, world_size, family, parallel, bf16=True)
+    runs.assert_same_run(run, runs.stock(family, bf16=True), rtol=5e-3, atol=5e-4)
 
 
 # Tensor parallelism of families with experts, norms of heads and latent attention

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..._device import to_device
 from ..row_exchange import RowExchange, layout_of
 from .attention import check_states
 from .builders import in_chunks
@@ -186,6 +187,11 @@ class SequenceShard:
     def num_sent(self) -> int:
         """S, the number of tokens that each rank sends."""
         return self.order.shape[1] if self.sent is None else len(self.sent)
+
+    def to(self, device: torch.device) -> SequenceShard:
+        """The shard for attention on a device."""
+        mask, order, sent = to_device((self.mask.tensors, self.order, self.sent), device)
+        return replace(self, mask=BitfieldMask(*mask), order=order, sent=sent)
 
     def take(self, tensor: Tensor, dim: int = 1, padding: float = 0) -> Tensor:
         """
