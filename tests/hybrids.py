@@ -61,13 +61,7 @@ ZAMBA = {
     **dict.fromkeys(("num_key_value_heads", "n_mamba_heads", "adapter_rank"), 4),
     "mamba_d_state": 16,
     "chunk_size": 8,
-    **dict.fromkeys(("use_mem_rope", "use_shared_attention_adapter"), True),
-}
-MAMBA_2 = {
-    "num_heads": 8,
-    "n_groups": 1,
-    "chunk_size": 8,
-    **dict.fromkeys(("head_dim", "state_size"), 16),
+    **dict.fromkeys(("use_mem_rope", "use_shared_attention_adapter", "tie_word_embeddings"), True),
 }
 CHUNKS = {
     "attention_chunk_size": 8,
@@ -95,7 +89,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": JAMBA,
     "NemotronHForCausalLM": NEMOTRON,
     "Zamba2ForCausalLM": ZAMBA,
-    "Mamba2ForCausalLM": MAMBA_2,
     "Llama4ForCausalLM": CHUNKS,
     "Lfm2ForCausalLM": {**CONVOLUTIONS, "block_multiple_of": 16},
     "Lfm2MoeForCausalLM": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},

@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import causal_mask_function, create_masks_for_generate
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import unwrap_model
 from transformers.models.auto import modeling_auto
 
@@ -95,8 +95,6 @@ class MaskRule:
         text = self.config.get_text_config()
         if getattr(text, "attention_chunk_size", None):
             text.attention_chunk_size = 2**31  # the layers divide samples by themselves
-        kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
-        self.looks_back = bool(kinds) and kinds <= recurrent_kinds(text)  # in layers without a mask
         self.create_masks: Callable[..., Any] = getattr(model_class, "create_masks_for_generate", None) or (
             create_masks_for_generate
         )
@@ -137,10 +135,8 @@ class MaskRule:
         own = "self" in inspect.signature(self.create_masks).parameters  # it depends on more than the config
         drawn = None if own else self.create_masks(**known, **extra)
         # recurrent layers have none without padding
-        masks = [mask for mask in tree_leaves(drawn) if mask is not None]
-        if not masks and self.looks_back:
-            masks = [_ProbedMask(causal_mask_function)]
-        if not masks or not all(isinstance(mask, _ProbedMask) for mask in masks):
+        masks = [mask for mask in tree_leaves(drawn) if mask is not None] or [None]
+        if not all(isinstance(mask, _ProbedMask) for mask in masks):
             raise ValueError(
                 f"`{self.name}.create_masks_for_generate` does not use the mask functions of transformers, so mask "
                 "words can't be derived from it. Train it on padded batches, without packing."

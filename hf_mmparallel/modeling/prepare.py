@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-<<<<<<< HEAD
-from functools import partial
 from itertools import product
-=======
->>>>>>> main
 from typing import Any
 
 import torch

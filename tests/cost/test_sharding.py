@@ -223,7 +223,7 @@ def test_an_optimizer_step_on_the_cpu(master_weights):
 
 def test_what_the_computation_does_not_hide_of_activations_that_travel_is_waited_for():
     kinds = ("attention", "state", "state", "attention")  # layers that take unlike times
-    link, waits = 3 * HOST.host_link_gb_per_s, set()
+    link, waits = 100 * HOST.host_link_gb_per_s, set()
     costs = analytic_costs(text_model(layer_kinds=kinds), replace(HOST, host_link_gb_per_s=link))
     plans = [
         resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(offload_activations=own)}) for own in (False, True)

@@ -37,7 +37,6 @@ LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("NemotronHForCausalLM", {LM: {"tp_size": 2, "ep_size": 2}}),
     ("Zamba2ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3, **AGAIN}}),
     ("Zamba2ForCausalLM", {LM: {"tp_size": 2}}),
-    ("Mamba2ForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
     ("Llama4ForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
     ("Llama4ForCausalLM", {LM: {"tp_size": 2}}),
     ("Llama4ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3}}),
@@ -56,7 +55,6 @@ SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("MiniMaxForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
     ("NemotronHForCausalLM", {LM: {**CP, "cp_block": 4, "ep_size": 2, **AGAIN}}),
     ("Zamba2ForCausalLM", {LM: {**CP, "cp_block": 4}}),
-    ("Mamba2ForCausalLM", {LM: CP}),
     ("Llama4ForCausalLM", {LM: {**CP, "cp_block": 4}}),
     ("Llama4ForCausalLM", {LM: {**CP, "cp_mode": "segments", "cp_block": 4, "zero_stage": 3, **AGAIN}}),
 )
