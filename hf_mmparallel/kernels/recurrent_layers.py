@@ -198,6 +198,7 @@ def _run_by_samples(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ROW}
     kwargs["attention_mask"] = None  # padding is a sample of its own
+    kwargs |= dict.fromkeys(_CACHES & kwargs.keys())  # what follows a row continues none of its samples
     compute, shard = functools.partial(_in_batches, forward), samples.shard
     if shard is None:
         return compute(samples, (args, kwargs))

@@ -38,7 +38,7 @@ def pad(rows: Sequence[Any]) -> dict[str, Any]:
 def run(model: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor, torch.Tensor]:
     """Loss, all gradients, and logits."""
     model.zero_grad()
-    output = model(**batch, use_cache=False)
+    output = model(**batch)
     output.loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return output.loss.item(), torch.cat(gradients), output.logits.detach()
