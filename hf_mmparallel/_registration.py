@@ -44,9 +44,7 @@ def _register() -> None:
     for name in (".kernels.bitfield_attention.hf", ".kernels.varlen_attention"):
         # a module whose own import of transformers led here has none yet, and registers at its end
         getattr(import_module(name, __package__), "register", lambda: None)()
-    versions = import_module("._versions", __package__)
-    versions.accept_tested_peft()
-    versions.give_missing_output()
+    import_module("._versions", __package__).accept_tested_peft()
 
 
 def register() -> None:

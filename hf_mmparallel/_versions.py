@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 
 from transformers.integrations import peft
-from transformers.modeling_outputs import BaseModelOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 _TESTED_PEFT = {"0.22.0": "0.21.2"}  # what transformers asks for -> what it works with
 _EARLIER_CACHE = "past_key_values"
@@ -36,9 +36,3 @@ def accept_tested_peft() -> None:
     """Lets `model.add_adapter` of transformers take the tested `peft` where it asks for one that is not released."""
     if peft.MIN_PEFT_VERSION in _TESTED_PEFT:
         peft.MIN_PEFT_VERSION = _TESTED_PEFT[peft.MIN_PEFT_VERSION]
-
-
-def give_missing_output() -> None:
-    """Gives the outputs of Llama 4's language model what its multimodal class reads of them in transformers 5.24."""
-    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
-        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]

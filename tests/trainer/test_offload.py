@@ -81,7 +81,7 @@ def test_a_step_of_deepspeed_equals_the_stock_trainer():
 SAVED = {"offload_activations": True}
 AGAIN = {"activation_checkpointing": True, **SAVED}
 SAVED_ON_HOST = {VISION: {"tp_size": 2, **SAVED}, LM: {"tp_size": 2, "colocate_with": VISION, **AGAIN}}
-STAGES_ON_HOST = {VISION: AGAIN, LM: {"pp_size": 2, "colocate_with": VISION, **SAVED, **HOST}}
+STAGES_ON_HOST = {VISION: {"dp_size": 2, **AGAIN}, LM: {"pp_size": 2, "colocate_with": VISION, **SAVED, **HOST}}
 ON_HOST = {VISION: {"tp_size": 2, **HOST}, LM: {"tp_size": 2, "colocate_with": VISION, **HOST}}
 IN_SLICES = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "zero_stage": 1, "colocate_with": VISION}}
 

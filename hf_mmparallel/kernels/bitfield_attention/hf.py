@@ -359,11 +359,10 @@ def _in_chunks(words: Tensor, chunk: int) -> Tensor:
     """The words of layers with chunks, made once for all that get the same words."""
     if torch.compiler.is_compiling():
         return in_chunks(words, chunk)
-    known = getattr(words, _CHUNKED, None)
-    if known is None:
-        known = in_chunks(words, chunk)
-        setattr(words, _CHUNKED, known)
-    return known
+    known: dict[int, Tensor] = words.__dict__.setdefault(_CHUNKED, {})
+    if chunk not in known:
+        known[chunk] = in_chunks(words, chunk)
+    return known[chunk]
 
 
 def _window_of_layer(module: nn.Module, sliding_window: int | None, mask: Tensor | DeferredMask | None) -> int:
