@@ -58,11 +58,11 @@ IN_ORDER: dict[str, Any] = {"microbatch_assignment": "contiguous"}  # else one m
 
 @functools.cache
 def samples_of(family: str) -> tuple[list[Any], Any]:
-    """The samples of three steps, and their collator."""
+    """The samples of three steps, and their collator where it is not that of the family."""
     numbers = [number for step in IMAGES for number in step]
     if family == DENSE:
         shapes = [tiny.Shape(images, 0, 6 + 3 * (index % 4)) for index, images in enumerate(numbers)]
-        return tiny.make_dataset(family, len(shapes), shapes=shapes), tiny.collate(family)
+        return tiny.make_dataset(family, len(shapes), shapes=shapes), None
     samples = shrunk_batches.make_samples(shrunk_models.build(family), family, 2 * len(numbers))
     seen = [[row for row in samples.rows if ("pixel_values" in row) == has_image] for has_image in (False, True)]
     return [seen[number > 0].pop(0) for number in numbers], samples.collate
@@ -70,9 +70,9 @@ def samples_of(family: str) -> tuple[list[Any], Any]:
 
 def words_of(family: str) -> dict[str, Any]:
     rows, collate = samples_of(family)
-    model = tiny.FAMILIES[family]() if family == DENSE else shrunk_models.build(family)
-    data = {"model": model, "data": rows, "data_collator": collate}
-    return {**data, "max_steps": len(IMAGES), "warmup_steps": 0, "train_sampling_strategy": "sequential"}
+    own = {} if family == DENSE else {"model": shrunk_models.build(family), "data_collator": collate}
+    steps = {"max_steps": len(IMAGES), "warmup_steps": 0, "train_sampling_strategy": "sequential"}
+    return {"data": rows, **own, **steps}
 
 
 def adapted_run(family: str, layout: dict[str, Any], **others: Any) -> runs.Run:
