@@ -488,7 +488,7 @@ def layer_kinds(model: nn.Module, layers: nn.ModuleList) -> tuple[LayerKind, ...
             known[id(layer)] = "both" if attends(layer) else "state"
         elif kind in LONE_LAYERS:
             known[id(layer)] = "alone"
-    kinds = [known.get(id(layer), "attention") for layer in layers]
+    kinds: list[LayerKind] = [known.get(id(layer), "attention") for layer in layers]
     return tuple(kinds) if set(kinds) != {"attention"} else ()
 
 
