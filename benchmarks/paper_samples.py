@@ -186,7 +186,7 @@ class PublishedModel:
 
 def _model(llama: ModuleSpec, efficiency: float) -> PublishedModel:
     """The encoder in front of a language model."""
-    tied = {EMBEDDINGS: (LANGUAGE_MODEL, llama.num_layers)}
+    tied = {EMBEDDINGS: ((LANGUAGE_MODEL, llama.num_layers),)}
     spec = ModelSpec({VISION: QWEN_VISION, LANGUAGE_MODEL: llama}, tied, {"image": 128256})
     return PublishedModel(spec, {VISION: 0.142, LANGUAGE_MODEL: efficiency})
 

@@ -41,7 +41,7 @@ def cornstarch_model(name: str) -> ModelSpec:
         AUDIO: _audio(name[1], llama.hidden_size).with_frozen("tower"),
         LANGUAGE_MODEL: llama.with_frozen(True),
     }
-    tied = {"language_model.embed_tokens.weight": (LANGUAGE_MODEL, llama.num_layers)}
+    tied = {"language_model.embed_tokens.weight": ((LANGUAGE_MODEL, llama.num_layers),)}
     return ModelSpec(modules, tied if _LLAMA[name[2]][3] else {}, {"image": 1, "audio": 2})
 
 

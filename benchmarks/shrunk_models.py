@@ -317,6 +317,9 @@ CHANGES: dict[str, Change] = {
     "xmod": Change({"default_language": "en_XX"}),
     "reformer": Change({"is_decoder": True, "axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 16]}),
     "mamba2": Change({"num_heads": 8}),
+    "bamba": Change({"attn_layer_indices": [1, 3]}),
+    "granitemoehybrid": Change({"layer_types": ["linear_attention", "full_attention"] * 2}),
+    "jamba": Change({"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}),
     "lfm2_moe": Change({"layer_types": ["conv", "full_attention"] * 2}),
     "zamba": Change({"attention_hidden_size": 128, "attention_head_dim": 32, "layers_block_type": _ZAMBA}),
     "zamba2": Change(

@@ -1,4 +1,4 @@
-"""Tiny models with recurrent layers among those with attention, of transformers' own classes."""
+"""Tiny models with layers of several kinds, recurrent ones among them, of transformers' own classes."""
 
 from __future__ import annotations
 
@@ -47,6 +47,30 @@ JAMBA = {
     "num_experts": 4,
     "use_mamba_kernels": False,
 }
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "mamba_num_heads": 8,
+    "n_groups": 1,
+    "n_routed_experts": 4,
+    **dict.fromkeys(("mamba_head_dim", "ssm_state_size", "head_dim"), 16),
+    **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
+    "chunk_size": 8,
+}
+ZAMBA = {
+    "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],  # which share what attends
+    **dict.fromkeys(("num_key_value_heads", "n_mamba_heads", "adapter_rank"), 4),
+    "mamba_d_state": 16,
+    "chunk_size": 8,
+    **dict.fromkeys(("use_mem_rope", "use_shared_attention_adapter", "tie_word_embeddings"), True),
+}
+CHUNKS = {
+    "attention_chunk_size": 8,
+    "no_rope_layers": [1, 0, 1, 1],
+    "head_dim": 16,
+    "interleave_moe_layer_step": 2,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": DELTA_NET,
     "Qwen3_5MoeForCausalLM": {**DELTA_NET, **SHARED},
@@ -63,6 +87,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 32,
     },
     "JambaForCausalLM": JAMBA,
+    "NemotronHForCausalLM": NEMOTRON,
+    "Zamba2ForCausalLM": ZAMBA,
+    "Llama4ForCausalLM": CHUNKS,
     "Lfm2ForCausalLM": {**CONVOLUTIONS, "block_multiple_of": 16},
     "Lfm2MoeForCausalLM": {**CONVOLUTIONS, **EXPERTS, "num_dense_layers": 1},
 }  # fmt: skip

@@ -202,8 +202,8 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "README.md": lambda: _of_training(num_layers=32),
 }
 ON_RANKS = {"docs/context_parallelism.md": 2, "docs/trl.md": 4, "README.md": 5}
-ELSEWHERE = ("CONTRIBUTING.md", "docs/own_loop.md", "docs/profile.md", "examples/README.md")
-"""By `test_contributing.py`, `examples/test_own_loop_example.py`, and tests of their own below."""
+ELSEWHERE = ("CONTRIBUTING.md", "docs/own_loop.md", "docs/profile.md", "docs/upstream.md", "examples/README.md")
+"""By `test_contributing.py`, `examples/test_own_loop_example.py`, `test_docs.py`, and tests of their own below."""
 WITH_CODE = [str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python", "diff")]
 WITH_COMMANDS = [
     "README.md",

@@ -546,7 +546,7 @@ def _weights(
     counts[len(used) - 1 - last] = True
     tied = gradients[counts & (uses.over_tp | uses.is_tied)].sum() - gradients[~counts & ~uses.over_tp].sum()
     gradients, values, num_bytes = (own * counts for own in (gradients, uses.values, uses.values * uses.value_bytes))
-    # copies that divide the values: of experts there are fewer; tied ones are summed over both of their uses
+    # copies that divide the values: of experts there are fewer; tied ones are summed over all of their uses
     experts = len(costs.spec.modules[module].expert_ranks)
     copies = np.where(uses.is_expert, max(1, shards.count * tp_size // experts) if experts else 1, shards.count)
     is_whole = uses.is_tied & (used == 1)

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._portable import weighted_sum
+from .._portable import on_grid, weighted_sum
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, SampleSizes, Stage, StageKey
 from ..schedule.kinds import TaskKind, Work
 from .analytic import ATTENTION_BACKWARD, layer_flops
@@ -36,6 +36,7 @@ from .stage_memory import moved_bytes
 # gradients they are gathered again, and their gradients are reduced), and the attention that hides them.
 _GATHERS: Mapping[Work, float] = {"forward": 1.0, "inputs": 2.0, "again": 1.0}
 _HIDING: Mapping[Work, float] = {"forward": 1.0, "inputs": ATTENTION_BACKWARD}
+_MOVING: frozenset[Work] = frozenset(("forward", "inputs"))  # beside which activations travel
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,27 @@ class SharedPasses:
 
 
 @dataclass(frozen=True, eq=False)
+class HostMoves:
+    """Copies of what layers save, to host memory in forwards and back in backwards."""
+
+    table: LayerTable  # of the layers of the stage
+    copy_ms: NDArray  # [layers, 3] of what each saves, per squared token, per token, and constant
+    cp_size: int
+
+    def more_ms(self, tokens: NDArray, squares: NDArray, kind: TaskKind) -> NDArray:
+        """
+        Time that tasks of chunks `[chunks]` wait for copies: that of a layer travels while the one behind it computes,
+        in both directions, that of the last layer while none does.
+        """
+        if _MOVING.isdisjoint(kind.work):
+            return np.zeros(len(tokens))
+        sizes = np.stack([squares / self.cp_size, tokens / self.cp_size, np.ones(len(tokens))])
+        copy_ms = np.einsum("lk,kc->lc", self.copy_ms, sizes)
+        hidden_ms = self.table.task_ms(tokens, squares, self.cp_size, kind)[1:]
+        return on_grid(np.maximum(copy_ms[:-1] - hidden_ms, 0.0).sum(axis=0) + copy_ms[-1])
+
+
+@dataclass(frozen=True, eq=False)
 class StageCost:
     """Milliseconds of a chunk on a stage, as a function of its tokens and its sum of squared sequence lengths."""
 
@@ -82,6 +104,7 @@ class StageCost:
     gather_token_ms: float = 0.0  # per token, to gather keys and values from the other cp ranks
     gather_square_ms: float = 0.0  # per squared token, of the attention that overlaps with it
     passes: SharedPasses | None = None
+    moves: HostMoves | None = None
 
     def does(self, part: Work) -> bool:
         """Whether the stage has a part of the work."""
@@ -118,7 +141,8 @@ class StageCost:
         hiding = sum(_HIDING.get(part, 0.0) for part in kind.work)
         exposed = gathered * self.gather_token_ms * tokens - hiding * self.gather_square_ms * squares
         result = np.maximum(computed, launch) + np.maximum(0.0, exposed)
-        return result if self.passes is None else result + self.passes.more_ms(tokens, squares, kind)
+        beside = (own for own in (self.passes, self.moves) if own is not None)
+        return result + sum(own.more_ms(tokens, squares, kind) for own in beside)
 
     def timed_transfers(self, tokens: float, squares: float, kind: TaskKind) -> list[TimedTransfer]:
         """Transfers in the task of a chunk, relative to its start."""
@@ -145,28 +169,17 @@ def stage_costs(costs: CostModel, plan: ParallelPlan) -> dict[StageKey, StageCos
             if kind not in known:
                 table = layer_table(costs, name, stage.tp_size, module.activation_checkpointing, first_rank)
                 cost = _stage_cost(costs, name, stage, table, waits_ms)
-                if module.storage.offload_activations:
+                host_link = costs.device.host_link_bytes_per_ms
+                if module.storage.offload_activations and host_link is not None:
                     moved = moved_bytes(costs, name, stage.tp_size, module.activation_checkpointing, module.storage)
-                    cost = _with_moves(costs, cost, stage, table, moved)
+                    inner = table.chosen(slice(1 + stage.layers[0], 1 + stage.layers[1]))
+                    moves = HostMoves(inner, moved[slice(*stage.layers)] / host_link, stage.cp_size)
+                    cost = replace(cost, moves=moves)
                 if transfers is not None:
                     cost = replace(cost, passes=SharedPasses(table.of_stage(stage), transfers, stage.cp_size))
                 known[kind] = cost
             result[name, replica, index] = known[kind]
     return result
-
-
-def _with_moves(costs: CostModel, cost: StageCost, stage: Stage, table: LayerTable, moved: NDArray) -> StageCost:
-    """The cost of a stage whose layers' activations `[num_layers, 3]` are in host memory between its passes."""
-    link = costs.device.host_link_bytes_per_ms
-    if link is None:
-        return cost
-    own, rows = moved[slice(*stage.layers)] / link, slice(1 + stage.layers[0], 1 + stage.layers[1])
-    parts: tuple[tuple[Work, NDArray], ...] = (("forward", table.forward), ("inputs", table.backward))
-    for part, computed in parts:
-        # those of a layer travel while another one computes; those of the last layer, while none does
-        exposed = np.maximum(own - computed[rows], 0.0).sum(axis=0) + own[-1]
-        cost = cost.plus([part], slice(LAUNCH), exposed / [stage.cp_size, stage.cp_size, 1])
-    return cost
 
 
 def _first_rank(costs: CostModel, stage: Stage) -> int:

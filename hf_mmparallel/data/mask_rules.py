@@ -21,10 +21,11 @@ from transformers.models.auto import modeling_auto
 
 from .._versions import CACHE
 from ..kernels.bitfield_attention import encode_words
-from ..kernels.recurrent_layers import recurrent_kinds
+from ..kernels.recurrent_layers import LONE_LAYERS, recurrent_kinds
 
 PROBE = "hf_mmparallel_probe"
 PLAIN_LAYERS = ("full_attention", "sliding_attention")
+_KNOWN_LAYERS = {*PLAIN_LAYERS, "chunked_attention", *LONE_LAYERS}  # those with chunks divide samples by themselves
 # arguments of transformers' mask functions that change the visible pairs
 ADDED_TO_MASKS = ("block_sequence_ids", "or_mask_function", "and_mask_function")
 PAIRS_AT_A_TIME = 2**20
@@ -91,6 +92,9 @@ class MaskRule:
         self.name = getattr(model_class, "__name__", type(config).__name__)
         self.config = copy.deepcopy(config)
         self.config._attn_implementation = PROBE
+        text = self.config.get_text_config()
+        if getattr(text, "attention_chunk_size", None):
+            text.attention_chunk_size = 2**31  # the layers divide samples by themselves
         self.create_masks: Callable[..., Any] = getattr(model_class, "create_masks_for_generate", None) or (
             create_masks_for_generate
         )
@@ -266,9 +270,7 @@ def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:
     text = config.get_text_config()
     name = getattr(model_class, "__name__", type(config).__name__)
     recurrent = recurrent_kinds(text)
-    layers = {str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(PLAIN_LAYERS) - recurrent
-    if getattr(text, "attention_chunk_size", None) and not hasattr(text, "layer_types"):
-        layers.add("chunked_attention")
+    layers = {str(kind) for kind in getattr(text, "layer_types", None) or ()} - _KNOWN_LAYERS - recurrent
     reason = None
     if layers or (getattr(model_class, "_is_stateful", False) and not recurrent):
         kinds = ", ".join(f"`{kind}`" for kind in sorted(layers)) or "recurrent layers"

@@ -75,6 +75,9 @@ class PackingCollator:
         self._check_attention()
         self.mask_rule = MaskRule(config_or_model)
         self.position_rule = PositionRule(config_or_model)
+        text: Any = self.config.get_text_config()
+        # Llama 4 scales queries by their place in the row, whatever their position ids, from this place on
+        self.scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None
         self._let_samples_start_anew(config_or_model)
         if hasattr(collator, "tokenizer"):
             self.tokenizer: Any = collator.tokenizer  # the Trainer saves it beside a model
@@ -184,6 +187,12 @@ class PackingCollator:
                 f"{len(lengths)} samples of {list(lengths)} tokens make a row of {sum(lengths)}{padded} tokens, more "
                 f"than `max_length={self.max_length}`. Use a smaller `per_device_train_batch_size` or a larger "
                 "`max_length`."
+            )
+        if self.scaled_from is not None and length >= self.scaled_from:
+            raise ValueError(
+                f"Samples of {list(lengths)} tokens make a row of {length} tokens, but from `floor_scale="
+                f"{self.scaled_from}` tokens on `{type(self.config).__name__}` scales queries by their place in the "
+                "row instead of their sample. Use a lower `max_tokens_per_microbatch`, or padded batches."
             )
 
     def _check_attention(self) -> None:

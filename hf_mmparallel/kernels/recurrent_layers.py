@@ -29,6 +29,7 @@ RECURRENT_LAYERS = frozenset(
     for kind, mask in _MASKS.items()
     if masking_utils.create_recurrent_attention_mask in (mask.values() if isinstance(mask, Mapping) else (mask,))
 )
+LONE_LAYERS = frozenset(("mlp", "moe"))  # types of layers whose tokens see no other
 _CACHES = {"cache", "past_key_values", "cache_params"}  # names of a cache in the forward of a mixer
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # in the source of an attention layer, which tells samples apart by itself
 _OF_ROW = ("attention_words", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -128,16 +129,19 @@ def _mask_by_samples(layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> t
     A hook that gives a layer, in place of the mask of padding that its mixer gets, the lengths of the samples: the
     layer keeps its arguments for the recomputation in the backward, before which no hook runs.
     """
-    lengths = _sample_lengths(kwargs)
+    names = [*inspect.signature(type(layer).forward).parameters][1:]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    lengths = _sample_lengths(given)
     if lengths is None:
         return None
-    masks = [name for name, value in kwargs.items() if name.endswith("attention_mask") and _may_be_padding(value)]
+    masks = {name for name, value in given.items() if name.endswith("attention_mask") and _may_be_padding(value)}
     if not masks:
         raise ValueError(
             f"`{type(layer).__name__}` gets no mask of padding, in place of which it could be told of the samples of "
             "a row. Train it on padded batches, without packing."
         )
-    return args, {**kwargs, **dict.fromkeys(masks, lengths)}
+    args = tuple(lengths if name in masks else value for name, value in zip(names, args, strict=False))
+    return args, {name: lengths if name in masks else value for name, value in kwargs.items()}
 
 
 def _may_be_padding(mask: Any) -> bool:
@@ -194,6 +198,7 @@ def _run_by_samples(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return forward(*args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ROW}
     kwargs["attention_mask"] = None  # padding is a sample of its own
+    kwargs |= dict.fromkeys(_CACHES & kwargs.keys())  # what follows a row continues none of its samples
     compute, shard = functools.partial(_in_batches, forward), samples.shard
     if shard is None:
         return compute(samples, (args, kwargs))

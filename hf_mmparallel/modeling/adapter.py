@@ -234,11 +234,20 @@ def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
     return [name for name in modules if not any(name.startswith(other + ".") for other in modules)]
 
 
-def parameters_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
-    """Names all parameters in an adapter folder: the adapters', and those of [`modules_to_save`]."""
+def names_to_save(spec: ModelSpec, buffers: Iterable[str] = ()) -> list[str]:
+    """
+    Names all tensors in an adapter folder: adapters, and of the parameters and some persistent buffers those of
+    [`modules_to_save`].
+    """
+    adapters = adapter_names(spec.parameters)
     prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
-    names = [p.name for module in spec.modules.values() for p in module.parameters]
-    return [name for name in names if name in adapters or name.startswith(prefixes)]
+    return [name for name in (*spec.parameters, *buffers) if name in adapters or name.startswith(prefixes)]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers that a state dict has."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def resized_embeddings(model: Any, spec: ModelSpec) -> list[str]:
@@ -267,7 +276,7 @@ def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
 
 
 def write_adapters(state: Mapping[str, torch.Tensor], model: Any, spec: ModelSpec, adapter: Adapter, folder: Path):
-    """Writes whole tensors, by the names of [`parameters_to_save`], in `peft`'s format."""
+    """Writes whole tensors, by the names of [`names_to_save`], in `peft`'s format."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -452,13 +461,13 @@ def as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter) -> Any:
 
 def wrap_as_peft_model(base: Any, spec: ModelSpec, adapter: Adapter, state: Mapping[str, torch.Tensor]) -> Any:
     """
-    Wraps a whole base model as a `PeftModel` with trained weights, at least for all of [`parameters_to_save`]. Its
+    Wraps a whole base model as a `PeftModel` with trained weights, at least for all of [`names_to_save`]. Its
     `disable_adapter()` turns off LoRA only, since the originals of `modules_to_save` no longer exist.
     """
     from peft import set_peft_model_state_dict
 
+    names = names_to_save(spec, persistent_buffers(base))
     model = as_peft_model(base, spec, adapter)
-    names = parameters_to_save(spec, adapter_names(spec.parameters))
     result = set_peft_model_state_dict(
         model, {adapter_file_key(name, adapter): state[name] for name in names}, adapter_name=adapter.name
     )

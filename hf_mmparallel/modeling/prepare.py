@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -136,12 +137,9 @@ def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
 
 def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
     """Refuses a parameter that layers of two stages share (Zamba), which would be two parameters with one name."""
-    for name, uses in spec.used_at.items():
-        inner = [use for use in uses if 0 <= use[1] < spec.modules[use[0]].num_layers]
-        if len(inner) < 2 or inner[0][0] != inner[1][0]:
-            continue
-        module, layers = inner[0][0], [layer for _, layer in inner]
-        for replica in plan.modules[module].replicas:
+    for module, planned in plan.modules.items():
+        shared = spec.shared_by_layers(module)
+        for (name, layers), replica in product(shared.items(), planned.replicas):
             holders = {index for index, stage in enumerate(replica) for at in layers if at in range(*stage.layers)}
             if len(holders) > 1:
                 raise ValueError(

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 
-from ..kernels.recurrent_layers import RECURRENT_LAYERS, attends, recurrent_mixers
+from ..kernels.recurrent_layers import LONE_LAYERS, RECURRENT_LAYERS, attends, recurrent_mixers
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
-from ..plan.model_spec import LayerKind
+from ..plan.model_spec import LayerKind, Uses
 from .expert_parallel import experts_of
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
@@ -233,7 +233,7 @@ def find_stack(model: nn.Module, tower: str) -> str:
 def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     """
     Builds the description of the modules, layers, parameters and features of a whole model, on any device, with or
-    without adapters. Raises `ValueError` if a module has no list of layers, or a parameter has more than two uses.
+    without adapters. Raises `ValueError` if a module has no list of layers.
     """
     parts = module_parts(model)
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
@@ -291,6 +291,9 @@ def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> f
     is_expert = ".experts." in name and len(shape) > 1
     if not is_expert or not num_experts or not isinstance(num_active, int):
         return 1.0
+    forward = type(model.get_submodule(name.rpartition(".")[0])).forward
+    if len(shape) == 3 and len(inspect.signature(forward).parameters) == 2:
+        return 1.0  # it is not told which experts a token goes to: all compute all tokens (Llama 4)
     return min(1.0, num_active / num_experts)
 
 
@@ -391,19 +394,14 @@ def _calls(
             hook.remove()
 
 
-def _tied(model: PreTrainedModel, locations: Mapping[str, tuple[str, int]]) -> dict[str, tuple[str, int]]:
-    """Maps the first name of each parameter with a second use to (module, layer) of that use."""
+def _tied(model: PreTrainedModel, locations: Mapping[str, tuple[str, int]]) -> dict[str, Uses]:
+    """Maps the first name of each parameter with several uses to (module, layer) of the others."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
-    tied: dict[str, tuple[str, int]] = {}
+    tied: dict[str, Uses] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = first[id(parameter)]
-        if locations[name] == locations[owner]:
-            continue
-        if tied.get(owner, locations[name]) != locations[name]:
-            raise ValueError(
-                f"`{owner}` is used at three places in the model, the last of which is `{name}`. Untie one of them."
-            )
-        tied[owner] = locations[name]
+        owner, use = first[id(parameter)], locations[name]
+        if use != locations[owner] and use not in tied.get(owner, ()):
+            tied[owner] = (*tied.get(owner, ()), use)
     return tied
 
 
@@ -484,12 +482,13 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
 
 def layer_kinds(model: nn.Module, layers: nn.ModuleList) -> tuple[LayerKind, ...]:
     """Returns how the tokens of a sample reach each other in each layer; empty if all layers attend."""
-    carrying = {
-        id(layer) for layer, kind, mixers in recurrent_mixers(model) if mixers or kind in RECURRENT_LAYERS - {"hybrid"}
-    }
-    kinds: list[LayerKind] = []
-    for layer in layers:
-        kinds.append(("both" if attends(layer) else "state") if id(layer) in carrying else "attention")
+    known: dict[int, LayerKind] = {}
+    for layer, kind, mixers in recurrent_mixers(model):
+        if mixers or kind in RECURRENT_LAYERS - {"hybrid"}:
+            known[id(layer)] = "both" if attends(layer) else "state"
+        elif kind in LONE_LAYERS:
+            known[id(layer)] = "alone"
+    kinds: list[LayerKind] = [known.get(id(layer), "attention") for layer in layers]
     return tuple(kinds) if set(kinds) != {"attention"} else ()
 
 

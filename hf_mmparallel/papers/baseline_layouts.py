@@ -356,7 +356,8 @@ class ReplicatedEncoders:
 
     def _language_plan(self, replicated: ReplicatedLayout) -> tuple[ParallelPlan, ModelSpec]:
         """The plan of the language model alone, whose stages have a backward if an encoder needs one."""
-        tied = {name: use for name, use in self.spec.tied.items() if use[0] == LANGUAGE_MODEL}
+        language_uses = {n: tuple(u for u in uses if u[0] == LANGUAGE_MODEL) for n, uses in self.spec.tied.items()}
+        tied = {name: uses for name, uses in language_uses.items() if uses}
         language = ModelSpec({LANGUAGE_MODEL: replace(self.spec.language_model, features=())}, tied)
         candidate = Candidate(
             {LANGUAGE_MODEL: replicated.layout}, {}, replicated.num_microbatches, self.problem.first_schedule

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 LANGUAGE_MODEL = "language_model"
-LayerKind = Literal["attention", "state", "both"]
+Uses = tuple[tuple[str, int], ...]  # (module, layer) of each use of a parameter
+LayerKind = Literal["attention", "state", "both", "alone"]
 # Tokens that a layer with a state computes together, as kernels of Gated DeltaNet and Mamba do: its work is about that
 # of attention with such a window.
 STATE_CHUNK = 64
@@ -142,11 +143,11 @@ class ModuleSpec:
         return tp_size if self.sequence_parallel else 1
 
     def attends(self, layer: int) -> bool:
-        return not self.layer_kinds or self.layer_kinds[layer] != "state"
+        return not self.layer_kinds or self.layer_kinds[layer] in ("attention", "both")
 
     def carries_state(self, layer: int) -> bool:
         """Whether a layer carries a state or a convolution from token to token."""
-        return bool(self.layer_kinds) and self.layer_kinds[layer] != "attention"
+        return bool(self.layer_kinds) and self.layer_kinds[layer] in ("state", "both")
 
     @property
     def needed_windows(self) -> tuple[int, ...]:
@@ -214,9 +215,8 @@ class ModelSpec:
 
     # encoders, then the language model, then generators, which consume its hidden states
     modules: Mapping[str, ModuleSpec]
-    # name of each parameter with a second use (the embedding that is also `lm_head.weight`) -> (module, layer) of the
-    # second use
-    tied: Mapping[str, tuple[str, int]] = None  # type: ignore[assignment]
+    # name of each parameter with more than one use (the embedding that is also `lm_head.weight`) -> the others
+    tied: Mapping[str, Uses] = None  # type: ignore[assignment]
     # modality -> id of its placeholder token in `input_ids`
     placeholders: Mapping[str, int] = None  # type: ignore[assignment]
 
@@ -285,26 +285,35 @@ class ModelSpec:
         return {p.name: p for module in self.modules.values() for p in module.parameters}
 
     @cached_property
-    def used_at(self) -> dict[str, tuple[tuple[str, int], ...]]:
+    def used_at(self) -> dict[str, Uses]:
         """Parameter -> (module, layer) of each use; more than one where it is tied."""
         return {
-            p.name: ((name, p.layer), self.tied[p.name]) if p.name in self.tied else ((name, p.layer),)
+            p.name: ((name, p.layer), *self.tied.get(p.name, ()))
             for name, module in self.modules.items()
             for p in module.parameters
         }
 
     @cached_property
     def uses(self) -> dict[tuple[str, int], tuple[ParameterUse, ...]]:
-        """(module, layer) -> the parameters used there; tied parameters occur twice."""
+        """(module, layer) -> the parameters used there; tied parameters occur at each of their uses."""
         result: dict[tuple[str, int], list[ParameterUse]] = {}
         for name, module in self.modules.items():
             for parameter in module.parameters:
-                matrix, second = len(parameter.shape) > 1, self.tied.get(parameter.name)
+                matrix = len(parameter.shape) > 1
                 use = ParameterUse(parameter, matrix and not parameter.is_lookup)
                 result.setdefault((name, parameter.layer), []).append(use)
-                if second is not None:
-                    result.setdefault(second, []).append(ParameterUse(parameter, matrix))
+                for other in self.tied.get(parameter.name, ()):
+                    result.setdefault(other, []).append(ParameterUse(parameter, matrix))
         return {key: tuple(uses) for key, uses in result.items()}
+
+    def shared_by_layers(self, module: str) -> dict[str, list[int]]:
+        """Parameter -> the layers of a module that share it, of those that several do."""
+        num_layers = self.modules[module].num_layers
+        inner = {
+            name: [layer for owner, layer in uses if owner == module and 0 <= layer < num_layers]
+            for name, uses in self.used_at.items()
+        }
+        return {name: layers for name, layers in inner.items() if len(layers) > 1}
 
     @property
     def num_parameters(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
-from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec
+from .model_spec import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterSpec, Uses
 from .parallel_plan import ParallelPlan, ShardingSettings, Stage, StageKey
 
 
@@ -21,7 +21,7 @@ def stage_holds(layers: tuple[int, int], num_layers: int, layer: int) -> bool:
 
 
 def stage_parameters(spec: ModelSpec, module: str, stage: Stage) -> tuple[ParameterSpec, ...]:
-    """The parameters of a stage, each once; tied ones belong to the stages of both of their uses."""
+    """The parameters of a stage, each once; tied ones belong to the stages of all of their uses."""
     num_layers = spec.modules[module].num_layers
     result = {
         use.parameter.name: use.parameter
@@ -32,20 +32,17 @@ def stage_parameters(spec: ModelSpec, module: str, stage: Stage) -> tuple[Parame
     return tuple(result.values())
 
 
-def trainable_stages(
-    module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]]
-) -> list[bool]:
+def trainable_stages(module: ModuleSpec, tied: Mapping[str, Uses], ranges: Sequence[tuple[int, int]]) -> list[bool]:
     """Whether each stage of `module` has a parameter that gets a gradient."""
     used_at = {parameter.layer for parameter in module.parameters if parameter.trainable}
     for parameter in module.parameters:
-        tied_in, layer = tied.get(parameter.name, ("", 0))
-        if parameter.trainable and tied_in == module.name:
-            used_at.add(layer)
+        others = tied.get(parameter.name, ()) if parameter.trainable else ()
+        used_at |= {layer for tied_in, layer in others if tied_in == module.name}
     return [any(stage_holds(layers, module.num_layers, layer) for layer in used_at) for layers in ranges]
 
 
 def partly_frozen_stages(
-    module: ModuleSpec, tied: Mapping[str, tuple[str, int]], ranges: Sequence[tuple[int, int]]
+    module: ModuleSpec, tied: Mapping[str, Uses], ranges: Sequence[tuple[int, int]]
 ) -> list[bool]:
     """Whether each stage of `module` has parameters that get a gradient, and others that get none."""
     if len({p.trainable for p in module.parameters}) < 2:
@@ -58,7 +55,7 @@ def partly_frozen_stages(
 MIN_WEIGHT_SHARE = 0.15  # of a backward: less work of weight gradients is not worth a task of its own
 
 
-def can_put_off(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], parameter: ParameterSpec, layer: int) -> bool:
+def can_put_off(module: ModuleSpec, tied: Mapping[str, Uses], parameter: ParameterSpec, layer: int) -> bool:
     """Whether the gradient of a parameter can be put off: that of the weight of a linear layer."""
     # the loss computes that of a head, and the gradients of several uses are added up
     is_head = module.name == LANGUAGE_MODEL and layer == module.num_layers
@@ -66,7 +63,7 @@ def can_put_off(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], paramet
     return parameter.trainable and is_matrix and not is_head and parameter.name not in tied
 
 
-def put_off_share(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], layers: tuple[int, int]) -> float:
+def put_off_share(module: ModuleSpec, tied: Mapping[str, Uses], layers: tuple[int, int]) -> float:
     """Share of the gradients that can be put off of the matrix products in the backward of a stage of `layers`."""
     put_off = whole = 0.0
     for parameter in module.parameters:
@@ -80,7 +77,7 @@ def put_off_share(module: ModuleSpec, tied: Mapping[str, tuple[str, int]], layer
 def with_split_backwards(
     plan: ParallelPlan,
     modules: Mapping[str, ModuleSpec],  # with their frozen parameters marked
-    tied: Mapping[str, tuple[str, int]],
+    tied: Mapping[str, Uses],
     wanted: Mapping[str, bool | None] | None = None,  # module -> whether the user wants it; by default as the schedule
 ) -> ParallelPlan:
     """
@@ -114,7 +111,7 @@ def with_split_backwards(
     return replace(plan, modules=planned)
 
 
-def _least_share(plan: ParallelPlan, name: str, spec: ModuleSpec, tied: Mapping[str, tuple[str, int]]) -> float:
+def _least_share(plan: ParallelPlan, name: str, spec: ModuleSpec, tied: Mapping[str, Uses]) -> float:
     """The share of gradients that can be put off from which the stages of a module do so by default."""
     module = plan.modules[name]
     # inputs of linear layers stay, where recomputation or host memory would free them; and whole gradients of other

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
-from ..kernels.recurrent_layers import attends, check_mixers, recurrent_mixers
+from ..kernels.recurrent_layers import LONE_LAYERS, attends, check_mixers, recurrent_mixers
 from ..modeling.prepare import earliest_selected_layer
 from ..modeling.tensor_parallel import with_tp_dims
 from ..plan import (
@@ -34,7 +34,7 @@ def check_context(model: PreTrainedModel, spec: ModelSpec) -> None:
     tower = type(model.get_submodule(spec.modules[LANGUAGE_MODEL].tower))
     layers = recurrent_mixers(model)
     has_own = not layers and not getattr(tower, "_supports_attention_backend", False)
-    if has_own or not all(mixers or attends(layer) for layer, _, mixers in layers):
+    if has_own or not all(mixers or attends(layer) or kind in LONE_LAYERS for layer, kind, mixers in layers):
         raise ValueError(
             f"`cp_size` above 1: the layers of `{tower.__name__}` have their own attention code, which sees the "
             "tokens of one rank only. Use `cp_size=1`."
@@ -87,6 +87,8 @@ def possible_sizes(
         selected = earliest_selected_layer(model, module) if module.is_encoder else None
         if selected is not None and selected < module.num_layers - 1:
             only[name]["pp_size"] = 1  # its last stage needs that hidden state
+        if spec.shared_by_layers(name):
+            only[name]["pp_size"] = 1
     if not _can_share_tokens(model, spec, plugin):
         only[LANGUAGE_MODEL]["cp_size"] = 1
     given = (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage)

@@ -29,7 +29,8 @@ from ..modeling.adapter import (
     adapter_file_key,
     adapter_folder,
     adapter_names,
-    parameters_to_save,
+    names_to_save,
+    persistent_buffers,
     resized_embeddings,
     write_adapters,
 )
@@ -146,7 +147,7 @@ class ShardedModel:
 
     def _files(self, skip: Collection[str], max_bytes: int) -> list[list[str]]:
         """Names the tensors in each file of this rank, in the order of [`~ShardedModel._owned`]."""
-        parameters, buffers = dict(self.model.named_parameters()), _persistent_buffers(self.model)
+        parameters, buffers = dict(self.model.named_parameters()), persistent_buffers(self.model)
         files: list[list[str]] = []
         size, last = 0, None
         for name, layer in self._saved(skip):
@@ -167,13 +168,13 @@ class ShardedModel:
             for entry in part.parameters:
                 if entry.name not in skip and self.holds(entry.name):
                     yield entry.name, (module, entry.layer)
-        for name in _persistent_buffers(self.model):
+        for name in persistent_buffers(self.model):
             if self._owner_of_buffer(name) == self.world.rank:
                 yield name, None
 
     def _owned(self, skip: Collection[str], writes: Writes) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (name, whole tensor) of the parameters and buffers that this rank owns."""
-        parameters, buffers = dict(self.model.named_parameters()), _persistent_buffers(self.model)
+        parameters, buffers = dict(self.model.named_parameters()), persistent_buffers(self.model)
         # the ranks of a tp group pass the parameters in one order, so each has to iterate to the end
         for name, _ in self._saved(skip):
             if name not in self.shards:
@@ -214,8 +215,10 @@ class ShardedModel:
         base, for `PeftModel.from_pretrained(base, folder)`. An adapter of another name than "default" has a folder
         below.
         """
-        names = parameters_to_save(self.spec, adapter_names(self.spec.parameters))
-        state = self.gather_tensors({*names, *self._resized_embeddings})  # only these tensors travel
+        buffers = persistent_buffers(self.model)
+        names = {*names_to_save(self.spec, buffers), *self._resized_embeddings}
+        # only these tensors travel
+        state = self.gather_tensors(names, {name: buffer for name, buffer in buffers.items() if name in names})
         if state is not None:
             state = {name: writes.on_host(tensor) for name, tensor in state.items()}
             writes.add(write_adapters, state, self.model, self.spec, adapter, adapter_folder(writes.folder, adapter))
@@ -251,7 +254,7 @@ class ShardedModel:
                         tied = [alias for alias in aliases[missing] if alias != missing]
                         if not tied or read_in_place(reader, tied[:1]):
                             raise ValueError(another_model(self.model, folder, [missing]))
-            read_in_place(reader, list(_persistent_buffers(self.model)))
+            read_in_place(reader, list(persistent_buffers(self.model)))
 
     @torch.no_grad()
     def _read_sharded(self, files: ShardedFiles, folder: str | Path) -> None:
@@ -265,7 +268,7 @@ class ShardedModel:
                 raise ValueError(another_model(self.model, folder, [name]))
             with self._rewriting([parameter]):
                 local(parameter).copy_(local(shard_as(value, parameter) if isinstance(parameter, DTensor) else value))
-        for name, buffer in _persistent_buffers(self.model).items():
+        for name, buffer in persistent_buffers(self.model).items():
             value = files.weight(name, buffer.shape)
             if value is not None:
                 buffer.copy_(value)
@@ -303,7 +306,7 @@ class ShardedModel:
             opened = safe_open(str(folder / ADAPTER_WEIGHTS), framework="pt")
         with opened as reader:
             keys = set(reader.keys())
-            needed = set(parameters_to_save(self.spec, adapter_names(self.spec.parameters)))
+            needed = set(names_to_save(self.spec))
             for name in self.spec.parameters:
                 key = adapter_file_key(name, adapter)
                 if not self.holds(name) or (name not in needed and key not in keys):
@@ -321,6 +324,9 @@ class ShardedModel:
                 with self._rewriting([parameter]):
                     shard = shard_as(value, parameter) if isinstance(parameter, DTensor) else value
                     local(parameter).copy_(local(shard))
+            for name, buffer in persistent_buffers(self.model).items():
+                if (key := adapter_file_key(name, adapter)) in keys:
+                    buffer.copy_(reader.get_tensor(key))
 
     # Gathering
 
@@ -361,7 +367,7 @@ class ShardedModel:
     def gather_state_dict(self, all_buffers: bool = False) -> dict[str, torch.Tensor] | None:
         """Returns the whole model's state dict, with tied names, in the host memory of rank 0, `None` elsewhere."""
         # also such as rotary frequencies
-        buffers = dict(self.model.named_buffers()) if all_buffers else _persistent_buffers(self.model)
+        buffers = dict(self.model.named_buffers()) if all_buffers else persistent_buffers(self.model)
         result = self.gather_tensors(buffers=buffers)
         if result is None:
             return None
@@ -375,12 +381,6 @@ def _parents(name: str) -> list[str]:
     """Names the submodules that a parameter or buffer is in, the innermost first."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-
-
-def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that a state dict has."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
 
 def file_names(counts: Sequence[int], rank: int) -> list[str]:

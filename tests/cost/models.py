@@ -50,7 +50,7 @@ def model(frozen: tuple[str, ...] = (), tied: bool = True, **changes: Any) -> Mo
     """The model; `changes` are fields of its language model."""
     modules = {name: module(name, name in frozen) for name in ("vision", LANGUAGE_MODEL)}
     modules[LANGUAGE_MODEL] = replace(modules[LANGUAGE_MODEL], **changes)
-    return ModelSpec(modules, tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
+    return ModelSpec(modules, tied={"embed_tokens.weight": ((LANGUAGE_MODEL, LAYERS),)} if tied else {})
 
 
 def with_head(num_words: int, trainable: bool = True) -> ModelSpec:

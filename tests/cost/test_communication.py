@@ -20,7 +20,7 @@ def predicted(
     zero_stage: int, efficiency: float = 0.6, tied: bool = False, **sizes
 ) -> tuple[Prediction, Timeline, StepCost]:
     """Four samples of unequal sizes in two replicas; `tied` embeddings have a gradient sum of their own under pp."""
-    spec = replace(text_model(), tied={"embed_tokens.weight": (LANGUAGE_MODEL, LAYERS)} if tied else {})
+    spec = replace(text_model(), tied={"embed_tokens.weight": ((LANGUAGE_MODEL, LAYERS),)} if tied else {})
     costs = analytic_costs(spec, replace(PLAIN, overlap_efficiency=efficiency, link_gb_per_s=100.0))
     plan = resolve_plan(spec, {LANGUAGE_MODEL: ModulePlugin(dp_size=2, zero_stage=zero_stage, **sizes)})
     lengths = SampleSizes.of_sequences({LANGUAGE_MODEL: [[4096], [1024], [2048], [3072]]})

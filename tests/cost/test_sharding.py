@@ -1,6 +1,7 @@
 """What ZeRO and offloading change: when ranks send gradients and weights, what passes wait for, what ranks hold."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -221,19 +222,43 @@ def test_an_optimizer_step_on_the_cpu(master_weights):
 
 
 def test_what_the_computation_does_not_hide_of_activations_that_travel_is_waited_for():
-    costs = analytic_costs(model(), HOST)
-    plans = [resolve_plan(costs.spec, {"vision": ModulePlugin(offload_activations=own)}) for own in (False, True)]
-    here, there = (stage_costs(costs, plan)["vision", 0, 0] for plan in plans)
-    of_token = (
-        moved_bytes(costs, "vision", 1, False, plans[1].modules["vision"].storage)[:, 1] / HOST.host_link_bytes_per_ms
-    )
-    for kind in (FORWARD, BACKWARD):
-        layer_ms = layer_table(costs, "vision").of_kind(kind)[1:-1, 1]
-        waits = np.maximum(of_token - layer_ms, 0).sum() + of_token[-1]
-        assert there.task_ms(1e6, 0.0, kind) - here.task_ms(1e6, 0.0, kind) == pytest.approx(1e6 * waits, rel=1e-9)
-    unknown = analytic_costs(model(), replace(HOST, host_link_gb_per_s=None))
-    here, there = (stage_costs(unknown, plan)["vision", 0, 0].work for plan in plans)
-    assert (here == there).all()
+    kinds = ("attention", "state", "state", "attention")  # layers that take unlike times
+    link, waits = 100 * HOST.host_link_gb_per_s, set()
+    costs = analytic_costs(text_model(layer_kinds=kinds), replace(HOST, host_link_gb_per_s=link))
+    plans = [
+        resolve_plan(costs.spec, {LANGUAGE_MODEL: ModulePlugin(offload_activations=own)}) for own in (False, True)
+    ]
+    here, there = (stage_costs(costs, plan)[LANGUAGE_MODEL, 0, 0] for plan in plans)
+    moved = moved_bytes(costs, LANGUAGE_MODEL, 1, False, plans[1].modules[LANGUAGE_MODEL].storage)
+    for tokens, kind in product((64.0, 1e3, 1e5), (FORWARD, BACKWARD)):
+        layer_ms = layer_table(costs, LANGUAGE_MODEL).task_ms([tokens], [tokens**2], 1, kind)[1:-1, 0]
+        copy_ms = moved @ [tokens**2, tokens, 1.0] / costs.device.host_link_bytes_per_ms
+        waited = simulated_ms(layer_ms, copy_ms, kind) - layer_ms.sum()
+        found = there.task_ms(tokens, tokens**2, kind) - here.task_ms(tokens, tokens**2, kind)
+        assert found == pytest.approx(waited, rel=1e-6)
+        waits.add(waited > 1.01 * copy_ms[-1])
+    assert waits == {False, True}  # all but the last layer's copy is hidden, or not
+    unknown = analytic_costs(text_model(), replace(HOST, host_link_gb_per_s=None))
+    here, there = (stage_costs(unknown, plan)[LANGUAGE_MODEL, 0, 0] for plan in plans)
+    assert here.task_ms(1e3, 1e6, FORWARD) == there.task_ms(1e3, 1e6, FORWARD)
+
+
+def simulated_ms(layer_ms, copy_ms, kind):
+    """A pass layer by layer, with one stream that copies, as `OffloadedActivations` lets them wait for each other."""
+    now = stream = 0.0
+    done, order = {}, range(len(layer_ms))
+    if kind is FORWARD:
+        for layer in order:
+            now += layer_ms[layer]
+            stream = done[layer] = max(stream, now) + copy_ms[layer]
+            now = max(now, done.get(layer - 1, 0.0))  # whose activations leave the device
+        return max(now, stream)
+    for layer in reversed(order):
+        for needed in (layer, layer - 1):
+            if needed >= 0 and needed not in done:
+                stream = done[needed] = max(stream, now) + copy_ms[needed]
+        now = max(now, done[layer]) + layer_ms[layer]
+    return now
 
 
 def test_what_the_computation_does_not_hide_of_streamed_layers_is_waited_for():

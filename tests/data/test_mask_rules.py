@@ -181,8 +181,7 @@ def test_masks_that_a_word_cannot_say_are_refused(masks: Callable[..., Any], wha
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
-        ("Llama4TextConfig", {}, "`Llama4ForCausalLM` .*`chunked_attention`"),
-        ("NemotronHConfig", {}, "`NemotronHForCausalLM` .*`moe`"),
+        ("Mamba2Config", {}, "`Mamba2ForCausalLM.*mask functions"),
         ("RwkvConfig", {}, "`RwkvForCausalLM` has recurrent layers"),
         ("T5Config", {}, "encoder and a decoder"),
         ("MllamaConfig", {}, "images outside the row"),

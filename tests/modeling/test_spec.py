@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_mmparallel.modeling import build_model_spec, count_feature_tokens, module_parts
 from hf_mmparallel.plan import LANGUAGE_MODEL
-from tests import tiny
+from tests import hybrids, tiny
 
 torch.set_num_threads(1)
 
@@ -65,17 +65,11 @@ def _without_layers(model):
     model.model.vision_tower.encoder = nn.Linear(2, 2)
 
 
-def _used_thrice(model):
-    model.model.language_model.layers[1].mlp.extra = model.lm_head
-    model.model.language_model.layers[2].mlp.extra = model.lm_head
-
-
 @pytest.mark.parametrize(
     ("change", "salient"),
     [
         (_without_encoder, r"`get_encoder\('image'\)` finds no encoder"),
         (_without_layers, "`model.vision_tower` has no list of layers"),
-        (_used_thrice, "used at three places"),
     ],
 )
 def test_what_has_no_place_in_a_spec_is_refused(change, salient):
@@ -83,3 +77,19 @@ def test_what_has_no_place_in_a_spec_is_refused(change, salient):
     change(model)
     with pytest.raises(ValueError, match=salient):
         build_model_spec(model)
+
+
+def test_a_parameter_may_have_many_uses_and_experts_may_all_compute_all_tokens():
+    zamba = build_model_spec(hybrids.build("Zamba2ForCausalLM"))
+    shared = "model.layers.0.shared_transformer.self_attn.q_proj.weight"
+    assert zamba.used_at[shared] == tuple((LANGUAGE_MODEL, layer) for layer in (0, 2, 3))
+    assert zamba.shared_by_layers(LANGUAGE_MODEL)[shared] == [0, 2, 3]
+    for layer in (0, 2, 3):
+        assert shared in {use.parameter.name for use in zamba.uses[LANGUAGE_MODEL, layer]}
+    assert zamba.language_model.layer_kinds == ("both", "state", "both", "both")
+    nemotron = build_model_spec(hybrids.build("NemotronHForCausalLM")).language_model
+    assert nemotron.layer_kinds == ("state", "alone", "attention", "alone")
+    shares = {p.name.rpartition(".")[2]: p.active_share for p in nemotron.parameters if ".experts." in p.name}
+    assert set(shares.values()) == {0.5}
+    llama = build_model_spec(hybrids.build("Llama4ForCausalLM")).language_model
+    assert {p.active_share for p in llama.parameters} == {1.0} and not llama.num_experts

@@ -66,7 +66,7 @@ def model_spec(
 ) -> ModelSpec:
     """A vision-language model; `tied` uses the embeddings a second time, after the last layer."""
     modules = {"vision": vision_spec(vision_layers, deepstack), LANGUAGE_MODEL: language_spec(language_layers)}
-    return ModelSpec(modules, tied={EMBEDDINGS: (LANGUAGE_MODEL, language_layers)} if tied else {})
+    return ModelSpec(modules, tied={EMBEDDINGS: ((LANGUAGE_MODEL, language_layers),)} if tied else {})
 
 
 @st.composite

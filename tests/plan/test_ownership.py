@@ -34,7 +34,7 @@ def copies(spec, plan, name) -> list[tuple]:
     found = []
     for module_name, module in spec.modules.items():
         layers = [p.layer for p in module.parameters if p.name == name]
-        layers += [layer for tied, (place, layer) in spec.tied.items() if tied == name and place == module_name]
+        layers += [layer for place, layer in spec.tied.get(name, ()) if place == module_name]
         for replica, stages in enumerate(plan.modules[module_name].replicas):
             for index, stage in enumerate(stages):
                 inside = [min(max(layer, 0), module.num_layers - 1) in range(*stage.layers) for layer in layers]

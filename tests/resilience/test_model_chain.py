@@ -193,7 +193,7 @@ def test_limits_are_those_of_the_memory_of_ranks(settings: str) -> None:
             key = (LANGUAGE_MODEL, 0, index)
             count = 16 * plan.modules[LANGUAGE_MODEL].dp_size
             step, samples = contiguous(free, plan, count), free.microbatches.sizes.take(np.arange(count) % 4)
-            for count in (1, 3):
+            for count in (2, 3):  # which need more than the copies of a recovery
                 memory = memory_per_rank(costs, plan, step, samples, {key: count})
                 needed = memory[plan.stage(*key).all_ranks[0]].total
                 fits = [

@@ -205,7 +205,7 @@ def test_nodes_take_the_places_where_least_is_copied(cluster: str) -> None:
                 assert num_bytes <= copied(planner, before, planner.plans.of(others, state.microbatches))
 
 
-MISJUDGED = {"qwen2_5_omni": 0.0178, "qwen3_vl": 0.007}
+MISJUDGED = {"qwen2_5_omni": 0.028, "qwen3_vl": 0.016}
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -245,7 +245,7 @@ def test_few_nodes_have_larger_tp_groups_where_memory_asks_for_them() -> None:
     assert planner.fewest == 1
     one, _, three = ({stage.num_ranks for stage in template.stages} for template in planner.templates)
     assert (one, three) == ({2}, {1, 2})
-    chains = {sizes: chain_of("qwen3_vl", {}, 8.15e6, sizes).chain for sizes in ((1,), (2,), (1, 2))}
+    chains = {sizes: chain_of("qwen2_5_omni", {}, 6.5e6, sizes).chain for sizes in ((1,), (2,), (1, 2))}
     fewest = {sizes: fewest_nodes(chain, 2, 6, 24) for sizes, chain in chains.items()}
     assert fewest == {(1,): None, (2,): 3, (1, 2): 2}, "with stages of both sizes"
 

@@ -24,6 +24,7 @@ from hf_mmparallel.data.context_tokens import ContextSharder, ContextSharding
 from hf_mmparallel.data.step_batch import StepData
 from hf_mmparallel.data.step_dataset import RankInputs
 from hf_mmparallel.kernels.bitfield_attention import encode_words
+from hf_mmparallel.modeling.shared_tokens import SharedTokens
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ContextSettings,
@@ -176,6 +177,7 @@ class LinearStage:
     """A stage of a module: what enters is added to the hidden states; the last one makes features and logits."""
 
     own_layers: Mapping[int, Any] = {}
+    shared_tokens = SharedTokens()
 
     def __init__(self, case: Case, key: tuple[str, int, int], leaves: dict):
         self.case, self.leaves = case, leaves

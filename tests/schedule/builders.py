@@ -23,6 +23,7 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.plan.methods import SCHEDULES
+from hf_mmparallel.plan.model_spec import Uses
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import Message, Order, Task, TaskGraph, Timeline, find_representatives, simulate
@@ -53,7 +54,7 @@ def make_plan(
     modules: dict[str, list[list[tuple[int, ...]]]],
     specs: dict[str, ModuleSpec] | None = None,
     schedule: Schedule = "1f1b",
-    tied: dict[str, tuple[str, int]] | None = None,
+    tied: dict[str, Uses] | None = None,
     sharding: dict[str, ShardingSettings] | None = None,
 ) -> tuple[ModelSpec, ParallelPlan]:
     """`modules[name][replica][stage]` are ranks; layers are cut evenly."""
@@ -128,7 +129,7 @@ def shared(num_microbatches: int = 3) -> Case:
     """A vision encoder and a language model, two replicas each, on the same two ranks, tied embeddings."""
     ranks = [[(0,)], [(1,)]]
     spec, plan = make_plan(
-        {"vision": ranks, LANGUAGE_MODEL: ranks}, tied={f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)}
+        {"vision": ranks, LANGUAGE_MODEL: ranks}, tied={f"{LANGUAGE_MODEL}.-1.weight": ((LANGUAGE_MODEL, 4),)}
     )
     rows = [[[2 * i + d] for i in range(num_microbatches)] for d in range(2)]
     return Case(plan, make_step({"vision": rows, LANGUAGE_MODEL: rows}), sync_groups(spec, plan))
@@ -225,7 +226,7 @@ def cases(draw, generators: tuple[str, ...] = (), joint: bool = False, split: bo
                 else:
                     grids.append(tuple(draw(st.permutations(range(5)))[:tp_size]))
             modules[name].append(grids)
-    tied = {f"{LANGUAGE_MODEL}.-1.weight": (LANGUAGE_MODEL, 4)} if draw(st.booleans()) else {}
+    tied = {f"{LANGUAGE_MODEL}.-1.weight": ((LANGUAGE_MODEL, 4),)} if draw(st.booleans()) else {}
     spec, plan = make_plan(modules, specs, draw(st.sampled_from(SCHEDULES)), tied, sharding)
     if split:
         plan = splitting(plan, [name for name in names if draw(st.booleans())])

@@ -1,4 +1,4 @@
-"""Models with recurrent layers in layouts, with packed rows, equal the stock Trainer on padded ones."""
+"""Models with layers of several kinds in layouts, with packed rows, equal the stock Trainer on padded ones."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("JambaForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3}}),
     ("GraniteMoeHybridForCausalLM", {LM: {"pp_size": 2}}),
     ("Lfm2ForCausalLM", {LM: {"tp_size": 2, **AGAIN}}),
+    ("NemotronHForCausalLM", {LM: {"dp_size": 2, "ep_size": 2, **AGAIN}}),
+    ("NemotronHForCausalLM", {LM: {"pp_size": 2}}),
+    ("NemotronHForCausalLM", {LM: {"tp_size": 2, "ep_size": 2}}),
+    ("Zamba2ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3, **AGAIN}}),
+    ("Zamba2ForCausalLM", {LM: {"tp_size": 2}}),
+    ("Llama4ForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
+    ("Llama4ForCausalLM", {LM: {"tp_size": 2}}),
+    ("Llama4ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3}}),
 )
 CP = {"cp_size": 2}
 SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -45,6 +53,10 @@ SHARED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("JambaForCausalLM", {LM: {**CP, "zero_stage": 2}}),
     ("GraniteMoeHybridForCausalLM", {LM: {**CP, "offload_activations": True}}),
     ("MiniMaxForCausalLM", {LM: {**CP, "cp_mode": "row", "cp_block": 4}}),
+    ("NemotronHForCausalLM", {LM: {**CP, "cp_block": 4, "ep_size": 2, **AGAIN}}),
+    ("Zamba2ForCausalLM", {LM: {**CP, "cp_block": 4}}),
+    ("Llama4ForCausalLM", {LM: {**CP, "cp_block": 4}}),
+    ("Llama4ForCausalLM", {LM: {**CP, "cp_mode": "segments", "cp_block": 4, "zero_stage": 3, **AGAIN}}),
 )
 FROZEN = {"freeze": True}
 ON_FOUR: tuple[tuple[str, dict[str, Any]], ...] = (  # (class, layout on four ranks)
@@ -58,21 +70,45 @@ ON_FOUR: tuple[tuple[str, dict[str, Any]], ...] = (  # (class, layout on four ra
 )
 
 
+# (class, layout on two ranks) of microbatches of one sample, which is longer than a rank's share of the tokens
+LONG: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("Qwen3_5ForCausalLM", {LM: {**CP, "cp_block": 4, **AGAIN}}),
+    ("BambaForCausalLM", {LM: {**CP, "cp_block": 4, "cp_mode": "segments"}}),
+    (MOE_VLM, {VISION: {"cp_size": 2, **BESIDE}, LM: {**CP, "cp_block": 4, "ep_size": 2}}),
+)
+
+
+LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "o_proj", "in_proj"], "init_lora_weights": False}}
+ADAPTED: tuple[tuple[str, dict[str, Any]], ...] = (  # (class, layout on two ranks with adapters in the language model)
+    (VLM, {VISION: {"dp_size": 2, "zero_stage": 3, **BESIDE}, LM: {"pp_size": 2, **LORA}}),
+    (MOE_VLM, {VISION: {"cp_size": 2, **BESIDE}, LM: {**CP, "ep_size": 2, "cp_block": 4, **LORA}}),
+    ("Qwen3NextForCausalLM", {LM: {"dp_size": 2, "ep_size": 2, **LORA}}),
+    ("KimiLinearForCausalLM", {LM: {"pp_size": 2, **AGAIN, **LORA}}),
+    ("BambaForCausalLM", {LM: {**CP, "cp_block": 4, **LORA}}),
+    ("FalconH1ForCausalLM", {LM: {"tp_size": 2, **LORA}}),
+    ("JambaForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3, **LORA}}),
+    ("NemotronHForCausalLM", {LM: {"tp_size": 2, "ep_size": 2, **LORA}}),
+    ("Zamba2ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 2, **LORA}}),
+    ("Llama4ForCausalLM", {LM: {"pp_size": 2, **LORA}}),
+)
+
+
 def words_of(name: str) -> tuple[str, dict[str, Any]]:
     """Whose samples a class takes, and the arguments of its runs."""
     return "qwen3_vl" if "Conditional" in name else "llama", {"model": hybrids.build(name), **TWO_STEPS}
 
 
-def train(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> list[runs.Run]:
+def train(layouts: tuple[tuple[str, dict[str, Any]], ...], batch_size: int) -> list[runs.Run]:
     results = []
     for name, layout in layouts:
         family, words = words_of(name)
-        results.append(runs.parallel_run(family, layout, packing=True, **words))
+        batch = {"packing": True, "per_device_train_batch_size": batch_size}
+        results.append(runs.parallel_run(family, layout, **batch, **words))
     return results
 
 
-def check(world_size: int, layouts: tuple[tuple[str, dict[str, Any]], ...]) -> None:
-    first = run_distributed(train, world_size, layouts, timeout=280)[0]
+def check(world_size: int, layouts: tuple[tuple[str, dict[str, Any]], ...], batch_size: int) -> None:
+    first = run_distributed(train, world_size, layouts, batch_size, timeout=280)[0]
     for (name, layout), run in zip(layouts, first, strict=True):
         family, words = words_of(name)
         runs.assert_same_run(run, runs.stock(family, freeze=runs.frozen(layout), **words))
@@ -83,9 +119,33 @@ def named(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, tuple[st
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layouts", "num_core"), [(2, LAYOUTS, 2), (2, SHARED, 2), (4, ON_FOUR, 0)], ids=["2", "cp 2", "4"]
+    ("world_size", "layouts", "num_core", "batch_size"),
+    [(2, LAYOUTS, 2, 2), (2, SHARED, 2, 2), (2, LONG, 0, 1), (4, ON_FOUR, 0, 2)],
+    ids=["2", "cp 2", "cp 2, long", "4"],
 )
-def test_packed_rows_in_a_layout_equal_the_stock_trainer(world_size: int, layouts: Any, num_core: int):
+def test_packed_rows_in_a_layout_equal_the_stock_trainer(
+    world_size: int, layouts: Any, num_core: int, batch_size: int
+):
     cases = in_turn(named(layouts), *[*named(layouts)][:num_core])
     if cases:
-        check(world_size, tuple(cases.values()))
+        check(world_size, tuple(cases.values()), batch_size)
+
+
+def alone(names: list[str]) -> dict[str, runs.Run]:
+    """The stock Trainer, whose batch is the global batch, with adapters of the same seed."""
+    result = {}
+    for name in names:
+        family, words = words_of(name)
+        towers = {VISION: BESIDE} if "Conditional" in name else {}
+        batch = {"packing": True, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+        result[name] = runs.parallel_run(family, {**towers, LM: LORA}, **batch, **words)
+    return result
+
+
+@pytest.mark.deep
+def test_adapters_train_alike_in_a_layout_and_on_one_process():
+    first = run_distributed(train, 2, ADAPTED, 2, timeout=280)[0]
+    whole = run_distributed(alone, 1, [name for name, _ in ADAPTED], timeout=280)[0]
+    for (name, _), run in zip(ADAPTED, first, strict=True):
+        assert any("lora" in weight for weight in run.weights or {})
+        runs.assert_same_run(*map(runs.without_originals, (run, whole[name])))

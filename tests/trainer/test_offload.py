@@ -78,6 +78,10 @@ def test_a_step_of_deepspeed_equals_the_stock_trainer():
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
 
 
+SAVED = {"offload_activations": True}
+AGAIN = {"activation_checkpointing": True, **SAVED}
+SAVED_ON_HOST = {VISION: {"tp_size": 2, **SAVED}, LM: {"tp_size": 2, "colocate_with": VISION, **AGAIN}}
+STAGES_ON_HOST = {VISION: {"dp_size": 2, **AGAIN}, LM: {"pp_size": 2, "colocate_with": VISION, **SAVED, **HOST}}
 ON_HOST = {VISION: {"tp_size": 2, **HOST}, LM: {"tp_size": 2, "colocate_with": VISION, **HOST}}
 IN_SLICES = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "zero_stage": 1, "colocate_with": VISION}}
 
@@ -91,7 +95,9 @@ def moved_run(folder: Path, source: dict[str, Any], target: dict[str, Any]) -> r
 @pytest.mark.distributed
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("source", "target"), [(ON_HOST, IN_SLICES), (IN_SLICES, ON_HOST)], ids=["to the device", "to the host"]
+    ("source", "target"),
+    [(ON_HOST, IN_SLICES), (IN_SLICES, ON_HOST), (SAVED_ON_HOST, STAGES_ON_HOST), (STAGES_ON_HOST, IN_SLICES)],
+    ids=["to the device", "to the host", "activations on the host", "activations on the device"],
 )
 def test_state_in_host_memory_moves_to_any_layout_and_back(source: Any, target: Any, tmp_path: Path):
     run = run_distributed(moved_run, 2, tmp_path, source, target)[0]
@@ -224,8 +230,6 @@ def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Pa
 
 # Activations
 
-SAVED = {"offload_activations": True}
-AGAIN = {"activation_checkpointing": True, **SAVED}
 ACTIVATIONS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one process, recomputed or not": ("llava", 1, {VISION: SAVED, LM: {"colocate_with": VISION, **AGAIN}}),
     "DeepStack, interleaved stages": ("qwen3_vl", 3, {VISION: AGAIN, LM: {"pp_size": 2, "vp_size": 2, **SAVED}}),
@@ -247,7 +251,7 @@ def counted_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tupl
             offloaded = getattr(layer, "offloaded_activations", None)
             if offloaded is not None:
                 offloaded._to_host = partial(counting, offloaded._to_host, moved, key[0])
-    return runs.run_of(trainer), moved
+    return runs.run_of(trainer, evaluate=True), moved
 
 
 def counting(move: Callable, moved: dict[str, int], module: str, tensor: torch.Tensor) -> Any:
@@ -260,6 +264,8 @@ def counting(move: Callable, moved: dict[str, int], module: str, tensor: torch.T
 def test_activations_in_host_memory_equal_the_stock_trainer(name: str):
     family, world_size, parallel = ACTIVATIONS[name]
     ranks = run_distributed(counted_run, world_size, family, parallel, **ADAMW)
-    runs.assert_same_run(ranks[0][0], runs.stock(family, freeze=runs.frozen(parallel), **ADAMW))
+    reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **ADAMW)
+    runs.assert_same_run(ranks[0][0], reference)
+    assert ranks[0][0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
     asked = {name for name, settings in parallel.items() if "offload_activations" in settings}
     assert {name for _, moved in ranks for name in moved} == asked

@@ -28,6 +28,10 @@ COPIES = {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2}}
 SHARED = {"vision": {"dp_size": 2, "tp_size": 2}, "language_model": {"colocate_with": "vision"}}
 OWN = {"vision": {"tp_size": 2}, "language_model": {"tp_size": 2}}
 PIPELINE = {"vision": {}, "language_model": {"pp_size": 3}}
+SAVED = {"offload_activations": True}
+AGAIN = {"activation_checkpointing": True, **SAVED}
+ON_HOST = {"vision": {"dp_size": 2, **SAVED}, "language_model": {"dp_size": 2, **AGAIN}}
+STAGES_ON_HOST = {"vision": AGAIN, "language_model": {"pp_size": 3, **SAVED}}
 UNLIKE = {
     "modules": {
         "vision": copies([(0, 4, (0,))], [(0, 4, (1,))]),
@@ -83,6 +87,7 @@ def _changing(start: dict[str, Any], layouts: dict[int, dict[str, Any]], **argum
     ("start", "layouts", "decay"),
     [
         pytest.param(COPIES, {1: PIPELINE, 3: COPIES}, 0.0, id="copies, a pipeline, copies"),
+        deep(ON_HOST, {1: STAGES_ON_HOST, 2: COPIES, 3: ON_HOST}, 0.1, id="activations in host memory and on devices"),
         deep(OWN, {1: UNLIKE, 2: PIPELINE, 3: SHARED}, 0.1, id="tp groups of all sizes"),
         deep(UNLIKE, {1: OTHERWISE, 3: UNLIKE}, 0.0, id="copies with unlike numbers of ranks"),
         deep(SHARED, {1: OWN, 3: SHARED}, 0.1, id="tensor parallel, there and back"),

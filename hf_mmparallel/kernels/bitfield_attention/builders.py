@@ -155,15 +155,28 @@ def chunked_words(words: Tensor, chunk: int) -> Tensor:
                 "A sample of these words is in several pieces, so chunks cannot be counted from its start. Make the "
                 "words of chunked layers before rows are permuted."
             )
-    at = torch.arange(segment.shape[1], device=words.device).expand_as(segment)
-    place = at - torch.where(starts, at, 0).cummax(dim=1).values
-    numbered = torch.cumsum((place % chunk == 0) & (segment > 0), dim=1)
+    numbered = _number_of_chunk(segment, chunk)
     if numbered.numel() and int(numbered.max()) > MAX_SEGMENTS:
         raise ValueError(
             f"The row has {int(numbered.max())} chunks of {chunk} tokens; a word numbers up to {MAX_SEGMENTS}. Use "
             "shorter rows."
         )
-    return torch.where(segment > 0, (words & ~MAX_SEGMENTS) | numbered, 0)
+    return in_chunks(words, chunk)
+
+
+def in_chunks(words: Tensor, chunk: int) -> Tensor:
+    """Returns [`chunked_words`] without looking at values, which would wait for a device."""
+    segment = decode_words(words).segment
+    return torch.where(segment > 0, (words & ~MAX_SEGMENTS) | _number_of_chunk(segment, chunk), 0)
+
+
+def _number_of_chunk(segment: Tensor, chunk: int) -> Tensor:
+    """The number, from 1 in each row, of the chunk of each token."""
+    starts = torch.ones_like(segment, dtype=torch.bool)
+    starts[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    at = torch.arange(segment.shape[1], device=segment.device).expand_as(segment)
+    place = at - torch.where(starts, at, 0).cummax(dim=1).values
+    return torch.cumsum((place % chunk == 0) & (segment > 0), dim=1)
 
 
 def noised_words(words: Tensor, noised: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..._device import to_device
 from ..row_exchange import RowExchange, layout_of
 from .attention import check_states
+from .builders import in_chunks
 from .dispatch import attention_backward, attention_forward, default_backend
 from .words import BitfieldMask, decode_words
 
@@ -150,6 +151,7 @@ class SequenceShard:
     rank: int  # in `group`
     group: Any  # `torch.distributed.ProcessGroup` of the ranks that share the row
     samples: SharedSamples  # for layers that carry a state along the row
+    keys: Tensor  # int64 [K], index in the whole row of each gathered key; -1 for padding, and for what is there twice
     sent: Tensor | None = None  # int64 [S], the tokens that this rank sends to the others; all when left out
     heads_per_gather: int = HEADS_PER_GATHER  # kv heads that are gathered together; the same on every rank
     # Whether some rank runs the backward of attention, although the inputs of this rank may need no gradient; for
@@ -165,6 +167,16 @@ class SequenceShard:
     def positions(self) -> Tensor:
         """The positions of this rank's tokens in the whole row, int32 `[1, L]`."""
         return self.mask.query_positions
+
+    def in_chunks(self, chunk: int) -> SequenceShard:
+        """The shard of layers whose tokens see no further back than their chunk of a sample; made once for all."""
+        known: dict[int, SequenceShard] = self.__dict__.setdefault("_in_chunks", {})
+        if chunk not in known:
+            row = in_chunks(self.samples.words, chunk)
+            own, keys = (_words_at(row, tokens.to(row.device)) for tokens in (self.order[self.rank], self.keys))
+            own, keys = own.to(self.words.device), keys.to(self.words.device)
+            known[chunk] = replace(self, mask=replace(self.mask, query_words=own, key_words=keys))
+        return known[chunk]
 
     @property
     def num_ranks(self) -> int:
@@ -267,23 +279,28 @@ def shard_sequence(
     order = torch.as_tensor(order, dtype=torch.int64, device=words.device)
     _check_order(order, words, num_ranks)
     order = order.view(num_ranks, -1)
-    row_words = torch.where(order >= 0, words[0][order.clamp_min(0)], 0)
     if positions is None:
         row_positions = _places(order)
     else:
         row_positions = torch.as_tensor(positions, device=words.device).to(torch.int32).view_as(order)
-    sent, key_words, key_positions = None, row_words.flatten(), row_positions.flatten()
+    sent, keys, key_positions = None, order.flatten(), row_positions.flatten()
     if gathered is not None or num_ranks == 1:
         rows = order.new_empty(1, 0) if num_ranks == 1 else _rows_of_blocks(gathered, block, order)
         if rows.shape[1] < order.shape[1]:
             sent = rows[rank]
-            sent_words = row_words.gather(1, rows)
-            sent_words[rank] = 0  # a key counts once: this rank's own tokens are in front already
-            key_words = torch.cat([row_words[rank], sent_words.flatten()])
+            of_ranks = order.gather(1, rows)
+            of_ranks[rank] = -1  # a key counts once: this rank's own tokens are in front already
+            keys = torch.cat([order[rank], of_ranks.flatten()])
             key_positions = torch.cat([row_positions[rank], row_positions.gather(1, rows).flatten()])
-    mask = BitfieldMask(row_words[rank][None], row_positions[rank][None], key_words[None], key_positions[None])
+    own_words, key_words = (_words_at(words, tokens) for tokens in (order[rank], keys))
+    mask = BitfieldMask(own_words, row_positions[rank][None], key_words, key_positions[None])
     samples = SharedSamples(words, order, rank, group)
-    return SequenceShard(mask, order, words.shape[1], rank, group, samples, sent, heads_per_gather)
+    return SequenceShard(mask, order, words.shape[1], rank, group, samples, keys, sent, heads_per_gather)
+
+
+def _words_at(words: Tensor, tokens: Tensor) -> Tensor:
+    """The words `[1, n]` of some tokens of a row, 0 for those that are -1."""
+    return torch.where(tokens >= 0, words[0][tokens.clamp_min(0)], 0)[None]
 
 
 def _check_order(order: Tensor, words: Tensor, num_ranks: int) -> None:

@@ -18,9 +18,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..recurrent_layers import recurrent_kinds, starts_anew
 from .attention import bitfield_attention, cast_like_autocast
+from .builders import in_chunks
 from .words import BitfieldMask, encode_words
 
 NAME = "bitfield"
+_CHUNKED = "_words_in_chunks"  # attribute of words
 
 _NEITHER = (
     "`{}` is a layer of a causal language model that got neither `attention_words` nor an `attention_mask`, and "
@@ -348,13 +350,19 @@ def _words_of_layer(module: nn.Module, words: Any, mask: Tensor | DeferredMask |
             )
         return words[kind]
     chunk = mask.chunk if isinstance(mask, DeferredMask) else None
-    if chunk is not None:
-        raise ValueError(
-            f"Layer {module.layer_idx} attends in chunks of {chunk} tokens, so that its words differ from those of "
-            "other layers: each chunk of each sample is a segment. Give `attention_words` as a dict "
-            '`{"chunked_attention": ..., "full_attention": ...}`.'
-        )
-    return words
+    if chunk is None:
+        return words
+    return _in_chunks(words, chunk) if isinstance(words, Tensor) else words.in_chunks(chunk)
+
+
+def _in_chunks(words: Tensor, chunk: int) -> Tensor:
+    """The words of layers with chunks, made once for all that get the same words."""
+    if torch.compiler.is_compiling():
+        return in_chunks(words, chunk)
+    known: dict[int, Tensor] = words.__dict__.setdefault(_CHUNKED, {})
+    if chunk not in known:
+        known[chunk] = in_chunks(words, chunk)
+    return known[chunk]
 
 
 def _window_of_layer(module: nn.Module, sliding_window: int | None, mask: Tensor | DeferredMask | None) -> int:
