@@ -126,13 +126,17 @@ def launch(size: Size, folder: Path, options: Sequence[str], elastic: bool, time
         process = subprocess.Popen(
             [*launcher, *worker], env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        returncode = None
         try:
-            returncode = process.wait(timeout_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                returncode = process.wait(timeout_s)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         text = (folder / "output.txt").read_text(errors="replace")
+    if returncode is None:
+        raise RuntimeError(f"{size.name}: still running after {timeout_s:.0f} s.\n{text[-8000:]}")
     rows = {
         int(file.stem.partition("-")[2]): [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted(folder.glob("rank-*.jsonl"))

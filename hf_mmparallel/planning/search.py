@@ -214,10 +214,9 @@ class Queue:
                 self.slices.add([(candidate, estimated)], cautious_ms(found), 0.0, 1.0)
             # other numbers of microbatches and arrangements often give the same ones
             step = key_of(replace(candidate, num_microbatches=1, arrangement="")), found.step_ms
-            if step not in self._seen:
+            if step not in self._seen and group is not self.slices:
                 group.learn(cautious_ms(found), expected_ms, least_ms)
-                if group is not self.slices:
-                    self._add_neighbours(found)
+                self._add_neighbours(found)
             self._seen.add(step)
         elif group is not self.crowded:
             if key in simulations.crowded:
