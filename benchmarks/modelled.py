@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import common
@@ -17,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    MixtralConfig,
+    MixtralForCausalLM,
     WhisperConfig,
     WhisperModel,
 )
@@ -25,6 +28,7 @@ from hf_mmparallel import MultimodalModel
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.runtime import executor
 from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.groups import expert_groups
 from hf_mmparallel.runtime.message_queues import DistributedTransport
 from hf_mmparallel.schedule import Task
 from hf_mmparallel.world import World
@@ -70,19 +74,30 @@ def gathered(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 class _Sleep(torch.autograd.Function):
-    """Sleeps, and gives zeros; its backward sleeps too."""
+    """Sleeps, and gives zeros; its backward sleeps too. Ranks that share experts do both together."""
 
     @staticmethod
-    def forward(ctx: Any, times_ms: tuple[float, float], shapes: Sequence[Any], *inputs: torch.Tensor) -> Any:
-        ctx.backward_ms = times_ms[1]
+    def forward(
+        ctx: Any, times_ms: tuple[float, float], group: Any, shapes: Sequence[Any], *inputs: torch.Tensor
+    ) -> Any:
+        ctx.backward_ms, ctx.group = times_ms[1], group
         ctx.save_for_backward(*inputs)
-        time.sleep(times_ms[0] / 1e3)
+        _sleep(times_ms[0], group)
         return tuple(torch.zeros(shape) for shape in shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(ctx.backward_ms / 1e3)
-        return (None, None, *(torch.zeros_like(value) for value in ctx.saved_tensors))
+        _sleep(ctx.backward_ms, ctx.group)
+        return (None, None, None, *(torch.zeros_like(value) for value in ctx.saved_tensors))
+
+
+def _sleep(time_ms: float, group: Any) -> None:
+    """Sleeps; the ranks of a group wait for each other, before and after."""
+    if group is not None:
+        dist.barrier(group)
+    time.sleep(time_ms / 1e3)
+    if group is not None:
+        dist.barrier(group)
 
 
 class SleepingStage:
@@ -95,10 +110,13 @@ class SleepingStage:
         engine (`ParallelEngine`): Where it is.
         costs (`Mapping[Task, float]`): Task -> milliseconds.
         current (`list[Task]`): Its only item is the task that runs.
+        group (`ProcessGroup`, *optional*): The ranks with which it shares experts.
     """
 
-    def __init__(self, stage: Any, engine: ParallelEngine, costs: Mapping[Task, float], current: list[Task]):
-        self.stage = stage
+    def __init__(
+        self, stage: Any, engine: ParallelEngine, costs: Mapping[Task, float], current: list[Task], group: Any = None
+    ):
+        self.stage, self.group = stage, group
         self.costs = costs
         self.current = current
         self.anchor = next(p for p in engine.trained if p.requires_grad)
@@ -129,7 +147,7 @@ class SleepingStage:
         inputs = [*(hidden or []), *(value for values in features.values() for value in values if value is not None)]
         backward = next((own for own in ("bwd", "bwd_input") if Task(own, *task.key) in self.costs), "")
         times = (self.costs[task], self.costs.get(Task(backward, *task.key), 0.0))
-        return list(_Sleep.apply(times, self.shapes[task], self.anchor, *inputs))  # type: ignore[arg-type]
+        return list(_Sleep.apply(times, self.group, self.shapes[task], self.anchor, *inputs))  # type: ignore[arg-type]
 
 
 def sleep_instead(engine: ParallelEngine, costs: Mapping[Task, float]) -> None:
@@ -148,15 +166,24 @@ def sleep_instead(engine: ParallelEngine, costs: Mapping[Task, float]) -> None:
         before_forward=lambda task: current.__setitem__(slice(None), [task]),
     )
     executor._RUN["bwd_weight"] = lambda run, task: time.sleep(costs[task] / 1e3)
+    sharing = [tuple(chain(*group)) for group in expert_groups(engine.plan)]
+    groups = {
+        key: engine.process_groups.by_ranks[next(ranks for ranks in sharing if engine.rank in ranks)]
+        for key in engine.stages
+        if engine.plan.modules[key[0]].ep_size > 1
+    }
     engine.executor.stages = {
-        key: SleepingStage(stage.stage if isinstance(stage, SleepingStage) else stage, engine, costs, current)
+        key: SleepingStage(
+            stage.stage if isinstance(stage, SleepingStage) else stage, engine, costs, current, groups.get(key)
+        )
         for key, stage in engine.executor.stages.items()
     }
 
 
-def tiny_model(modules: Sequence[str] = ("vision", "audio")) -> MultimodalModel:
+def tiny_model(modules: Sequence[str] = ("vision", "audio"), num_experts: int = 0) -> MultimodalModel:
     """
-    A tiny model that sees, hears, draws, or several of these; the language model has four layers, the others two.
+    A tiny model that sees, hears, draws, or several of these; the language model has four layers, with or without
+    experts, the others two.
     """
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -166,7 +193,12 @@ def tiny_model(modules: Sequence[str] = ("vision", "audio")) -> MultimodalModel:
     sizes |= {"decoder_layers": 1, "decoder_ffn_dim": 32, "decoder_attention_heads": 2, "vocab_size": 50}
     hearing = WhisperModel(WhisperConfig(**sizes, num_mel_bins=8, max_source_positions=6, pad_token_id=0))
     language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2}
-    decoder = LlamaForCausalLM(LlamaConfig(**language, vocab_size=120, pad_token_id=0))
+    language |= {"vocab_size": 120, "pad_token_id": 0}
+    decoder = LlamaForCausalLM(LlamaConfig(**language))
+    if num_experts:
+        decoder = MixtralForCausalLM(
+            MixtralConfig(**language, num_key_value_heads=2, num_local_experts=num_experts, num_experts_per_tok=2)
+        )
     towers = {"vision": vision, "audio": hearing}
     return MultimodalModel.from_unimodal(
         {name: tower for name, tower in towers.items() if name in modules},

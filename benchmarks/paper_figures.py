@@ -196,6 +196,28 @@ def placements() -> str:
     return table(f"| encoder, language model | plan | {' | '.join(f'{c // 1024}k' for c in contexts)} |", rows)
 
 
+def placement_boundaries() -> str:
+    """What crosses the boundary of encoder and language model in a step, by model, kind of plan and context."""
+    cases = result("placements")["cases"]
+    contexts = list(dict.fromkeys(case["context"] for case in cases))
+    rows = []
+    for model in dict.fromkeys(case["model"] for case in cases):
+        own = [case for case in cases if case["model"] == model]
+        encoder, language = own[0]["billions"]
+        for name in own[0]["plans"]:
+            cells = []
+            for found in (case["plans"][name] for case in own):
+                crossing = None if found is None else found["boundary"]
+                cells.append(
+                    ""
+                    if crossing is None
+                    else f"{crossing['feature_bytes'] / 2**30:.1f} GiB, {crossing['message_ms']:,.0f} ms, "
+                    f"{100 * crossing['exposed_ms'] / found['step_ms']:.1f} %"
+                )
+            rows.append(f"| {encoder:.1f}B, {language:.1f}B | {name} | {' | '.join(cells)} |")
+    return table(f"| encoder, language model | plan | {' | '.join(f'{c // 1024}k' for c in contexts)} |", rows)
+
+
 def placement_gain(name: str) -> str:
     """The most that a kind of plan gains over one layout, in percent."""
     gains = [case["gains"][name] for case in result("placements")["cases"] if name in case["gains"]]
@@ -229,6 +251,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "disttrain": disttrain,
     "papers_arrangement": papers_arrangement,
     "papers_masks": papers_masks,
+    "placement_boundaries": placement_boundaries,
     "placements": placements,
 }
 QUOTES: dict[str, Callable[[], Iterator[str]]] = {"docs/papers.md": quotes_of_papers}

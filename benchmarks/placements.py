@@ -28,8 +28,10 @@ import numpy as np
 from planner_models import AUDIO, MERGED, PATCHES, all_trained, cornstarch_model
 from rich.table import Table
 
-from hf_mmparallel.cost import analytic_costs, find_device, module_model_flops
+from hf_mmparallel.cost import CostModel, analytic_costs, find_device, module_model_flops
+from hf_mmparallel.cost.communication import boundaries_of
 from hf_mmparallel.cost.stage_memory import GIB
+from hf_mmparallel.cost.step_planner import Prediction
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from hf_mmparallel.planning import search
 from hf_mmparallel.planning.candidates import CandidateSpace
@@ -153,11 +155,23 @@ def best_plans(model: str, context: int, shapes: Shapes) -> dict[str, Any]:
             "tokens_per_second": batch * context / step_s,
             "tflops_per_gpu": batch * float(flops) / step_s / shapes.num_ranks / TFLOP,
             "bubble": best.prediction.timeline.bubble_fraction,
+            "boundary": boundary_of(problem.costs, best.prediction),
             "search_s": time.perf_counter() - start,
         }
     fits = [result[name] for name in ("one layout", "shared ranks") if result[name] is not None]
     result["shared ranks"] = min(fits, key=lambda row: row["step_ms"], default=None)
     return result
+
+
+def boundary_of(costs: CostModel, prediction: Prediction) -> dict[str, float]:
+    """What crosses the boundary of encoder and language model in a step."""
+    (boundary,) = boundaries_of(costs, prediction)
+    return {
+        "feature_bytes": boundary.feature_bytes or 0.0,
+        "messages": len(boundary.message_ms),
+        "message_ms": float(boundary.message_ms.sum()),
+        "exposed_ms": boundary.exposed_ms,
+    }
 
 
 def gains(found: Mapping[str, Any]) -> dict[str, float]:

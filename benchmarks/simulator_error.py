@@ -60,6 +60,9 @@ class Case:
         uneven (`float`, *optional*, defaults to 0.0): How far durations of tasks of one stage differ, as a share.
         forward_ms (`Mapping[str, float]`, *optional*):
             Of a forward of each module's stages, 20 when left out. A backward takes twice as long.
+        others (`tuple[str, ...]`, *optional*, defaults to `("audio",)`):
+            The modules of the model beside `vision` and the language model.
+        num_experts (`int`, *optional*, defaults to 0): Experts in each layer of the language model.
     """
 
     name: str
@@ -68,6 +71,8 @@ class Case:
     schedule: str = "1f1b"
     uneven: float = 0.0
     forward_ms: Mapping[str, float] = field(default_factory=dict)
+    others: tuple[str, ...] = ("audio",)
+    num_experts: int = 0
 
     def costs(self, tasks: Iterable[Task]) -> dict[Task, float]:
         """The table of durations, the same on all ranks."""
@@ -86,6 +91,14 @@ _WIDE = {"vision": {"dp_size": 3}, "audio": {}, "language_model": {"dp_size": 2,
 _DRAWS: dict[str, dict[str, Any]] = {"vision": {}, "language_model": {"pp_size": 2}, "image": {}}
 _DRAWS_BESIDE = {"vision": {}, "language_model": {"pp_size": 3}, "image": {"colocate_with": "vision"}}
 _DRAWS_IN_STAGES = {"vision": {"dp_size": 2}, "language_model": {"dp_size": 2, "pp_size": 2}, "image": {"pp_size": 2}}
+_LM = {"colocate_with": "language_model"}
+_UNLIKE = {"vision": {"dp_size": 4, "tp_size": 2, **_LM}, "language_model": {"dp_size": 2, "pp_size": 2, "tp_size": 2}}
+_IMAGES = {"vision": {"cp_size": 4}, "language_model": {"pp_size": 4}}
+_IMAGES_BESIDE = {"vision": {"pp_size": 2, "cp_size": 4, **_LM}, "language_model": {"dp_size": 4, "pp_size": 2}}
+_EXPERTS = {"vision": {"dp_size": 8, **_LM}, "language_model": {"dp_size": 4, "pp_size": 2, "ep_size": 4}}
+_EXPERTS_APART = {"vision": {"dp_size": 2, "cp_size": 2}, "language_model": {"dp_size": 4, "ep_size": 2}}
+_DRAWING: dict[str, Any] = {"others": ("image",)}
+_SEEING: dict[str, Any] = {"others": ()}
 CASES = (
     Case("4 ranks, vision and audio dp 2 on shared ranks, LM pp 2", 4, _VISION2_LM2),
     Case("4 ranks, the same, GPipe, uneven tasks", 4, _VISION2_LM2, "gpipe", 0.5),
@@ -94,10 +107,37 @@ CASES = (
     Case("8 ranks, the same, GPipe", 8, _DEEP, "gpipe"),
     Case("8 ranks, the same, uneven tasks, slow vision", 8, _DEEP, "1f1b", 0.5, {"vision": 45.0, "audio": 8.0}),
     Case("8 ranks, vision dp 3, LM dp 2 pp 2, uneven tasks", 8, _WIDE, "1f1b", 0.5),
-    Case("4 ranks, vision, LM pp 2, generator", 4, _DRAWS),
-    Case("4 ranks, vision and generator on shared ranks, LM pp 3, uneven tasks", 4, _DRAWS_BESIDE, "1f1b", 0.5),
-    Case("8 ranks, vision dp 2, LM dp 2 pp 2, generator pp 2", 8, _DRAWS_IN_STAGES),
-    Case("8 ranks, the same, uneven tasks, slow generator", 8, _DRAWS_IN_STAGES, "1f1b", 0.5, {"image": 45.0}),
+    Case("4 ranks, vision, LM pp 2, generator", 4, _DRAWS, **_DRAWING),
+    Case(
+        "4 ranks, vision and generator on shared ranks, LM pp 3, uneven tasks",
+        4,
+        _DRAWS_BESIDE,
+        "1f1b",
+        0.5,
+        **_DRAWING,
+    ),
+    Case("8 ranks, vision dp 2, LM dp 2 pp 2, generator pp 2", 8, _DRAWS_IN_STAGES, **_DRAWING),
+    Case(
+        "8 ranks, the same, uneven tasks, slow generator",
+        8,
+        _DRAWS_IN_STAGES,
+        "1f1b",
+        0.5,
+        {"image": 45.0},
+        **_DRAWING,
+    ),
+    Case("8 ranks, vision dp 4 tp 2 on those of LM dp 2 pp 2 tp 2, uneven tasks", 8, _UNLIKE, uneven=0.5, **_SEEING),
+    Case("8 ranks, vision cp 4, LM pp 4", 8, _IMAGES, **_SEEING),
+    Case("8 ranks, vision pp 2 cp 4 on those of LM dp 4 pp 2", 8, _IMAGES_BESIDE, **_SEEING),
+    Case("8 ranks, vision dp 8 on those of LM dp 4 pp 2 ep 4", 8, _EXPERTS, num_experts=4, **_SEEING),
+    Case(
+        "8 ranks, vision dp 2 cp 2, LM dp 4 ep 2, uneven tasks",
+        8,
+        _EXPERTS_APART,
+        uneven=0.5,
+        num_experts=4,
+        **_SEEING,
+    ),
 )
 
 
@@ -192,8 +232,8 @@ def _chunk_key(task: Task) -> tuple[str, int, int, int]:
 
 def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: float) -> dict[str, Any]:
     """Predicted and measured times of steps whose tasks sleep."""
-    modules = ("vision", "image" if "image" in case.modules else "audio")
-    model = tiny_model(modules).train()
+    modules = ("vision", *case.others)
+    model = tiny_model(modules, case.num_experts).train()
     spec = build_model_spec(model)
     plugin = MultimodalParallelPlugin(dict(case.modules), case.schedule)  # type: ignore[arg-type]
     plan = plan_for_model(plugin, spec, case.world_size, num_microbatches)
@@ -217,7 +257,8 @@ def modelled_steps(case: Case, num_steps: int, num_microbatches: int, scale: flo
     predicted = simulate(layout, step, costs.__getitem__, travel_ms, order_cost=default_cost)
     return {
         "case": case.name,
-        "generator": "image" in case.modules,
+        "world_size": case.world_size,
+        "generator": "image" in case.others,
         "message_ms": travel_ms,
         "predicted_ms": predicted.iteration_ms,
         "bubble_fraction": predicted.bubble_fraction,
