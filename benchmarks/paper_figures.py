@@ -181,8 +181,8 @@ def quotes_of_papers() -> Iterator[str]:
     yield f"modelled tasks on 4 and 8 ranks differ by {percent(modelled)} %"
 
 
-def placements() -> str:
-    """TFLOP/s per GPU of the best plans of three kinds, by model and context."""
+def _table_of_placements(cell: Callable[[dict[str, Any]], str]) -> str:
+    """A cell for the best plan of each of three kinds, by model and context; empty where none fits."""
     cases = result("placements")["cases"]
     contexts = list(dict.fromkeys(case["context"] for case in cases))
     rows = []
@@ -191,31 +191,25 @@ def placements() -> str:
         encoder, language = own[0]["billions"]
         for name in own[0]["plans"]:
             found = [case["plans"][name] for case in own]
-            cells = " | ".join("" if row is None else f"{row['tflops_per_gpu']:.0f}" for row in found)
+            cells = " | ".join("" if plan is None else cell(plan) for plan in found)
             rows.append(f"| {encoder:.1f}B, {language:.1f}B | {name} | {cells} |")
     return table(f"| encoder, language model | plan | {' | '.join(f'{c // 1024}k' for c in contexts)} |", rows)
 
 
+def placements() -> str:
+    """TFLOP/s per GPU."""
+    return _table_of_placements(lambda plan: f"{plan['tflops_per_gpu']:.0f}")
+
+
 def placement_boundaries() -> str:
-    """What crosses the boundary of encoder and language model in a step, by model, kind of plan and context."""
-    cases = result("placements")["cases"]
-    contexts = list(dict.fromkeys(case["context"] for case in cases))
-    rows = []
-    for model in dict.fromkeys(case["model"] for case in cases):
-        own = [case for case in cases if case["model"] == model]
-        encoder, language = own[0]["billions"]
-        for name in own[0]["plans"]:
-            cells = []
-            for found in (case["plans"][name] for case in own):
-                crossing = None if found is None else found["boundary"]
-                cells.append(
-                    ""
-                    if crossing is None
-                    else f"{crossing['feature_bytes'] / 2**30:.1f} GiB, {crossing['message_ms']:,.0f} ms, "
-                    f"{100 * crossing['exposed_ms'] / found['step_ms']:.1f} %"
-                )
-            rows.append(f"| {encoder:.1f}B, {language:.1f}B | {name} | {' | '.join(cells)} |")
-    return table(f"| encoder, language model | plan | {' | '.join(f'{c // 1024}k' for c in contexts)} |", rows)
+    """What crosses the boundary of encoder and language model in a step."""
+
+    def cell(plan: dict[str, Any]) -> str:
+        crossing = plan["boundary"]
+        exposed = crossing["exposed_ms"] / plan["step_ms"]
+        return f"{crossing['feature_bytes'] / 2**30:.1f} GiB, {crossing['message_ms']:,.0f} ms, {100 * exposed:.1f} %"
+
+    return _table_of_placements(cell)
 
 
 def placement_gain(name: str) -> str:

@@ -219,8 +219,7 @@ class ModulePlan:
     @property
     def expert_ranks(self) -> tuple[int, ...]:
         """The first group of ranks that share the experts of a stage, by tp group; empty if none do."""
-        groups = self.expert_groups(0) if self.ep_size > 1 else []
-        return tuple(chain(*next(iter(groups), ())))  # a part of a plan may have no replica
+        return tuple(chain(*self.expert_groups(0)[0])) if self.ep_size > 1 and self.with_stages else ()
 
     def expert_groups(self, stage: int) -> list[tuple[tuple[int, ...], ...]]:
         """

@@ -68,15 +68,15 @@ class ModuleWork:
             int((~present).sum()),
         )
 
-    def on(self, layers: tuple[int, ...], num_chunks: int | None = None) -> ModuleWork:
-        """The work on stages with so many layers, in any number of chunks or in `num_chunks`."""
+    def on(self, layers: tuple[int, ...], fewest: int = 1, most: int | None = None) -> ModuleWork:
+        """The work on stages with so many layers, in any number of chunks from `fewest` to `most`."""
         starts = [0, *accumulate(layers[:-1])]
         tables = (self.whole, self.constant, self.launch, self.least, self.longest)
         whole, constant, launch, least, longest = (np.add.reduceat(own, starts, axis=-1) for own in tables)
         counts = self.counts
-        if num_chunks is not None and len(counts[0]):
-            case = int(np.searchsorted(counts[1], num_chunks))
-            counts, whole = np.full((2, 1), num_chunks), whole[case : case + 1]
+        if most is not None:
+            possible = (counts[1] >= fewest) & (counts[0] <= most)
+            counts, whole = np.clip(counts[:, possible], fewest, most), whole[possible]
         runs = (whole > 0).any(axis=0)  # others have no backward, or no samples
         own = (constant * runs, launch * runs, least * runs, np.maximum(longest, launch) * runs)
         return ModuleWork(counts, whole, *own, self.num_absent)
@@ -136,9 +136,9 @@ class StepBounds:
     def _of_order(self, candidate: Candidate, vp_size: int, splits: bool) -> float:
         """The bound with so many virtual stages, and with or without split backwards."""
         layouts = {name: own.with_virtual_stages(vp_size) for name, own in candidate.layouts.items()}
-        num_chunks, num_samples = self._known_chunks(candidate)
+        chunks, num_samples = self._chunks(candidate)
         stages = {
-            name: self._work(name, own).on(own.layers, num_chunks if name == LANGUAGE_MODEL else None)
+            name: self._work(name, own).on(own.layers, *(chunks if name == LANGUAGE_MODEL else ()))
             for name, own in layouts.items()
         }
         back = 2 if splits else 1  # of a backward, what the stages before wait for
@@ -165,17 +165,17 @@ class StepBounds:
             before += through
         return max(least, *(work / layouts[host].num_ranks for host, work in on_ranks.items()))
 
-    def _known_chunks(self, candidate: Candidate) -> tuple[int | None, int]:
+    def _chunks(self, candidate: Candidate) -> tuple[tuple[int, int], int]:
         """
-        Chunks of the language model and the fewest samples of one, in the sampler's order; with other arrangements any
-        number, and one sample.
+        From and to how many chunks the language model has, and the fewest samples of one: as in the sampler's order;
+        other arrangements may leave some chunks empty, and a chunk may have one sample.
         """
-        if self.problem.arrangements != ("contiguous",):
-            return None, 1
         count, dp_size = self.batch.num_samples, candidate.layouts[LANGUAGE_MODEL].dp_size
         most = -(-count // (dp_size * candidate.num_microbatches))
         num_chunks = -(-count // most)
-        return num_chunks, count - (num_chunks - 1) * most
+        if self.problem.arrangements != ("contiguous",):
+            return (1, num_chunks), 1
+        return (num_chunks, num_chunks), count - (num_chunks - 1) * most
 
     def _work(self, name: str, layout: ModuleLayout) -> ModuleWork:
         key = name, layout.tp_size, layout.cp_size, layout.ep_size, layout.activation_checkpointing
