@@ -13,9 +13,18 @@ from hf_mmparallel.arrange import arrange_step
 from hf_mmparallel.cost import batch_workloads, memory_per_rank, stage_costs
 from hf_mmparallel.cost.row_sizes import chunk_sizes
 from hf_mmparallel.modeling import build_model_spec
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, ParallelPlan, SampleSizes, StepPlan, check_plan
+from hf_mmparallel.plan import (
+    LANGUAGE_MODEL,
+    ModulePlugin,
+    ParallelPlan,
+    SampleSizes,
+    StepPlan,
+    StorageSettings,
+    check_plan,
+)
 from hf_mmparallel.resilience.model_chain import ModelChain, TypicalMicrobatches, model_chain
 from hf_mmparallel.resilience.pipelines import Pipeline, PipelinePlans
+from hf_mmparallel.resilience.state_copies import recovery_bytes, value_bytes
 from hf_mmparallel.resilience.templates import PipelineTemplate, TemplateStage
 from hf_mmparallel.schedule.in_flight import in_flight_1f1b
 from hf_mmparallel.schedule.kinds import WHOLE_PASSES
@@ -181,9 +190,14 @@ def test_divided_states_and_sizes_that_stages_can_not_have_are_refused(setting, 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_limits_are_those_of_the_memory_of_ranks(settings: str) -> None:
-    """Of a language model, for any layers: as many microbatches fit as its memory says, and not one more."""
+    """
+    Of a language model, for any layers: as many microbatches fit as its memory says, and not one more; none where a
+    recovery does not fit.
+    """
     costs, modules = costs_of("llama_tied"), {LANGUAGE_MODEL: SETTINGS[settings].get(LANGUAGE_MODEL, ModulePlugin())}
     free = chain_of("llama_tied", modules)
+    parameters, storage = costs.spec.parameters.values(), StorageSettings()
+    model_bytes = sum(parameter.num_elements * value_bytes(parameter, storage) for parameter in parameters)
     (num_ranks,) = free.chain.rank_counts
     for first in range(4):
         for stop in range(first + 1, 5):
@@ -193,9 +207,10 @@ def test_limits_are_those_of_the_memory_of_ranks(settings: str) -> None:
             key = (LANGUAGE_MODEL, 0, index)
             count = 16 * plan.modules[LANGUAGE_MODEL].dp_size
             step, samples = contiguous(free, plan, count), free.microbatches.sizes.take(np.arange(count) % 4)
-            for count in (2, 3):  # which need more than the copies of a recovery
-                memory = memory_per_rank(costs, plan, step, samples, {key: count})
-                needed = memory[plan.stage(*key).all_ranks[0]].total
+            for count in (1, 3):
+                memory = memory_per_rank(costs, plan, step, samples, {key: count})[plan.stage(*key).all_ranks[0]]
+                held = memory.weights + memory.optimizer
+                needed = max(memory.total, recovery_bytes(held, model_bytes, held))
                 fits = [
                     np.asarray(chain_of("llama_tied", modules, limit).chain.fits_in_flight)[0, first, stop]
                     for limit in (needed + 1, needed - 1)
