@@ -25,8 +25,15 @@ INPUTS = {
 }
 
 
-def adapted(configs, train_projector: bool = False):
+def with_shift(value: float = 0.0):
+    """A model whose projector has a buffer beside its weights, as routers of experts do."""
     model = tiny_llava()
+    model.model.multi_modal_projector.register_buffer("shift", torch.full((3,), value))
+    return model
+
+
+def adapted(configs, train_projector: bool = False):
+    model = with_shift(7.0)
     model.model.vision_tower.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(train_projector)
     adapter = add_adapters(model, build_model_spec(model), configs)
@@ -116,7 +123,9 @@ def _save_and_read(layout: str, folder: str, train_projector: bool) -> None:
     with torch.no_grad():
         for parameter in parameters.values():
             (parameter.to_local() if isinstance(parameter, DTensor) else parameter).fill_(5.0)
+    shifts = [buffer.fill_(5.0) for name, buffer in model.named_buffers() if name.endswith(".shift")]
     sharded.load_adapters(folder, adapter)
+    assert all((shift == (7.0 if train_projector else 5.0)).all() for shift in shifts)
     for name, parameter in parameters.items():
         value = full(parameter)
         assert torch.equal(value, expected[name] if name in trained else torch.full_like(value, 5.0)), name
@@ -134,7 +143,9 @@ def test_adapters_saved_from_ranks_are_read_by_peft(tmp_path, layout, train_proj
     folder = str(tmp_path / "adapter")
     run_distributed(_save_and_read, LAYOUTS[layout][0], layout, folder, train_projector, timeout=90)
     model, _ = adapted({"language_model": TEXT} if train_projector else BOTH, train_projector)
-    read = PeftModel.from_pretrained(tiny_llava(), folder).eval()
+    read = PeftModel.from_pretrained(with_shift(), folder).eval()
+    shifts = [buffer for name, buffer in read.named_buffers() if ".modules_to_save." in name and "shift" in name]
+    assert len(shifts) == train_projector and all((shift == 7.0).all() for shift in shifts)
     with torch.no_grad():
         torch.testing.assert_close(read(**INPUTS).logits, model(**INPUTS).logits, rtol=0, atol=0)
         assert not torch.allclose(tiny_llava().eval()(**INPUTS).logits, model(**INPUTS).logits, atol=0.1)
