@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,6 +39,8 @@ from .simulations import (
     sizes_of,
     state_fits,
 )
+
+_NUM_RUNNERS_UP = 3
 
 # The queue.
 
@@ -145,6 +148,7 @@ class Queue:
         self.leaves_out = not space.is_whole  # whether there may be candidates that no bound excludes
         self._tried: set[str] = set()
         self._seen: set[tuple[str, float]] = set()  # sizes and schedules, and what their steps took
+        self._counts = defaultdict[str, set[int]](set)  # of microbatches with which sizes have a step that was seen
         columns = space.columns
         for kind in np.unique(columns.kind).tolist():
             own = np.flatnonzero(columns.kind == kind)
@@ -218,12 +222,21 @@ class Queue:
                 group.learn(cautious_ms(found), expected_ms, least_ms)
                 self._add_neighbours(found)
             self._seen.add(step)
+            self._counts[str(replace(candidate, num_microbatches=1))].add(candidate.num_microbatches)
         elif group is not self.crowded:
             if key in simulations.crowded:
                 promised_ms = least_ms + group.ratio.value * max(expected_ms - least_ms, 0.0)
                 self.crowded.add([(candidate, estimated)], promised_ms, least_ms, simulations.crowded[key])
             if isinstance(entry, int):
                 self._add_storage(candidate, estimated, expected_ms)
+
+    def try_counts(self) -> None:
+        """Simulates the fastest candidates with other numbers of microbatches, whose later batches may be faster."""
+        for own in self.simulations.fastest()[:_NUM_RUNNERS_UP]:
+            for count in sorted(self._counts[str(replace(own.candidate, num_microbatches=1))]):
+                candidate = replace(own.candidate, num_microbatches=count)
+                if key_of(candidate) not in self._tried:
+                    self.simulations.simulate(self.space, candidate, own.estimated)
 
     def _made(self, entry: Made | int) -> Made:
         if not isinstance(entry, int):
@@ -423,7 +436,6 @@ def with_large_samples(simulations: Simulations, least: int) -> list[RankedPlan]
     return sorted(result, key=lambda plan: plan.peak_memory_bytes)
 
 
-_NUM_RUNNERS_UP = 3
 _FINALISTS_SHARE = 0.3  # of the effort
 _QUEUE_SHARE = 0.9  # of the time of a search, roughly
 
@@ -486,6 +498,7 @@ def _best_of(
         advance(share)
 
     is_proven = queue.run(1 + _NUM_RUNNERS_UP, tell)
+    queue.try_counts()
     tell(1.0)
     return finalists(simulations, _FINALISTS_SHARE * queue.effort, 1 + _NUM_RUNNERS_UP), is_proven
 
