@@ -256,7 +256,7 @@ class AnalyticLayers:
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
         saved, frozen = (
-            saved_activations(module_spec, with_trainable(uses, trained), index, precision, tp_size)
+            saved_activations(module_spec, with_trainable(uses, trained), index, precision, tp_size, self.engine)
             for trained in (True, False)
         )
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0

@@ -241,7 +241,7 @@ def _saved_of(costs: CostModel, module: str, index: int, layer: LayerCost, tp_si
     module_spec, uses = costs.spec.modules[module], costs.spec.uses.get((module, index), ())
     precision = Precision.of(module_spec, costs.value_bytes)
     frozen, trained, actual = (
-        saved_activations(module_spec, parameters, index, precision, tp_size).token
+        saved_activations(module_spec, parameters, index, precision, tp_size, costs.engine).token
         for parameters in (with_trainable(uses, False), with_trainable(uses, True), uses)
     )
     # interpolates the source's values for a frozen and a fully trained layer, by the shapes of parameters

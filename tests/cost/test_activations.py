@@ -13,8 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs
 from hf_mmparallel.cost.activations import LayerShape, Precision, saved_activations
+from hf_mmparallel.cost.layers import OURS, OURS_FUSED, Engine
 from hf_mmparallel.cost.memory import activation_sizes
 from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling.compiled_layers import Compilation, compile_layers
 from hf_mmparallel.modeling.sequence_parallel import keep_rows_split
 from hf_mmparallel.modeling.spec import activation_copies
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
@@ -80,7 +82,9 @@ def saved_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False
     return result
 
 
-def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size: int = 1) -> dict[int, float]:
+def predicted(
+    model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size: int = 1, engine: Engine = OURS
+) -> dict[int, float]:
     """Layer -> bytes, as derived from the model's description."""
     spec = build_model_spec(model)
     part = spec.language_model
@@ -88,7 +92,7 @@ def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size
     squares = SAMPLES * LENGTH**2 if is_uneven or part.attention == "eager" else 0
     precision = Precision.of(part, value_bytes)
     kept = {
-        index: saved_activations(part, spec.uses[part.name, index], index, precision, tp_size)(tokens, squares)
+        index: saved_activations(part, spec.uses[part.name, index], index, precision, tp_size, engine)(tokens, squares)
         for index in range(part.num_layers + 1)
     }
     kept[part.num_layers] += 4 * model.config.vocab_size * tokens  # of the loss
@@ -118,6 +122,16 @@ def test_a_frozen_layer_keeps_nothing_of_what_its_matrices_take(family):
     check(model.requires_grad_(False), 0.06)
     frozen = predicted(model)
     assert all(frozen[index] < 0.8 * trained[index] for index in (0, 1))
+
+
+@pytest.mark.parametrize(("family", "freeze"), [("llama", False), ("qwen3", True)])
+def test_a_compiled_layer_keeps_what_its_norms_and_activation_functions_read(family, freeze):
+    model = build(family).bfloat16().requires_grad_(not freeze)
+    compile_layers(model.get_decoder().layers, Compilation("aot_eager"))
+    saved_by_autograd(model)  # compiles
+    expected, eager = predicted(model, 2, engine=OURS_FUSED), predicted(model, 2)
+    assert expected[1] == pytest.approx(saved_by_autograd(model)[1], rel=1e-3)
+    assert expected[1] < 0.8 * eager[1]
 
 
 def test_a_module_of_which_some_layers_are_trained():
