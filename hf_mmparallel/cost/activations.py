@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
+from ..plan.checkpointing import Checkpointing
 from .layers import OURS, PACKED_ATTENTION, Engine, Polynomial
 
 DTYPE_BYTES = {
@@ -171,13 +172,39 @@ def saved_activations(
     return saved + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
 
 
+def kept_activations(
+    module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
+) -> tuple[Polynomial, Polynomial]:
+    """
+    Bytes of the outputs of products and of attention that one of the repeated layers keeps where it recomputes the
+    rest, with sums over a tp group in place of products; and of these, what its backward reads.
+    """
+    shape, hidden, rows = LayerShape.of(module_spec, uses), module_spec.hidden_size, module_spec.row_shares(tp_size)
+    kept = read = 0.0
+    split = tp_size if is_split(shape.attention) else 1
+    for group, size in [(shape.attention, split), *((group, tp_size) for group in shape.feed_forwards)]:
+        for matrix in group:
+            is_last = matrix is group[-1] and len(group) > 1
+            width = matrix.copies * hidden / rows if is_last else matrix.width_out(hidden) / size
+            kept += width * precision.compute
+            if matrix.adapter_rank:
+                adapter_bytes = precision.compute if precision.is_cast else matrix.adapter_bytes
+                kept += (matrix.adapter_rank + width) * adapter_bytes
+            elif not is_last and group is not shape.attention:
+                read += width * precision.compute
+    if shape.attention and module_spec.attention != "eager":
+        width = shape.attention[-1].width_in(hidden) * precision.compute + FULL * module_spec.num_heads
+        kept, read = kept + width / split, read + width / split
+    return Polynomial(token=kept), Polynomial(token=read)
+
+
 def put_off_activations(
     module_spec: ModuleSpec,
     uses: Sequence[ParameterUse],
     index: int,
     precision: Precision,
     tp_size: int,
-    is_recomputed: bool,
+    is_recomputed: Checkpointing,
 ) -> Polynomial:
     """
     Bytes that stay from the gradients of inputs of a layer to those of its weights: inputs of trained matrices, of

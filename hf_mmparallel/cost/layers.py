@@ -99,6 +99,8 @@ class LayerCost:
     travels: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
     # gathers of rows for the gradients of its weights, whichever are trained
     gathers: Polynomial = Polynomial()
+    # of the forward, what is neither a product of matrices nor attention that keeps no scores
+    elementwise: Polynomial = Polynomial()
 
     @property
     def with_sums(self) -> LayerCost:

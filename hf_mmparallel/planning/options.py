@@ -21,6 +21,7 @@ from ..cost.row_sizes import RowLayout
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, streamed_transfers, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
+from ..plan.checkpointing import SELECTIVE, Checkpointing, why_not_selective
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..plan.resolve import possible_ep_sizes
@@ -115,7 +116,7 @@ class ParallelConfig:
 
     cp_size: int
     tp_size: int
-    activation_checkpointing: bool  # recomputes activations
+    activation_checkpointing: Checkpointing  # what is recomputed
     first_rank: int = 0  # position in its node of the first rank of a tp group, which matters if the group spans nodes
     sharding: ShardingSettings = ShardingSettings()  # what copies divide among them
     num_shards: int = 1  # copies that share weights or gradients, where the time of passes is wanted
@@ -174,7 +175,7 @@ class ModuleOptions:
     @cached_property
     def kinds(self) -> tuple[ParallelConfig, ...]:
         """
-        Tensor-parallel sizes within a node that divide the model's sizes, with and without recomputation, each with
+        Tensor-parallel sizes within a node that divide the model's sizes, with each kind of recomputation and with
         the sharding of [`~ModuleOptions.shardings`].
         """
         module_spec, device = self.module_spec, self.problem.costs.device
@@ -189,7 +190,7 @@ class ModuleOptions:
         context = [size for size in powers if self.allows("cp_size", size) and size <= self._max_context]
         context = context or [self._given["cp_size"]]
         given = self.problem.checkpointing.get(self.name)
-        checkpointing = (False, True) if given is None and self._has_backward else (bool(given),)
+        checkpointing = (False, SELECTIVE, True) if given is None and self._has_backward else (given or False,)
         return tuple(
             ParallelConfig(cp, tp, recompute, sharding=sharding, ep_size=ep)
             for tp in tensor
@@ -197,8 +198,13 @@ class ModuleOptions:
             if cp * tp <= self.problem.num_ranks
             for ep in self.expert_sizes(tp)
             for recompute in checkpointing
+            if recompute != SELECTIVE or self.allows_selective(cp)
             for sharding in self.shardings(tp)
         )
+
+    def allows_selective(self, cp_size: int) -> bool:
+        """Whether layers can keep the outputs of products and recompute the rest."""
+        return why_not_selective(cp_size, self.storage.offload_params, self.storage.offload_activations) is None
 
     @property
     def _max_context(self) -> float:

@@ -18,6 +18,7 @@ from ..cost.layers import data_gradients
 from ..cost.sharded_passes import GATHERS_IN_PASSES
 from ..cost.step_planner import Prediction
 from ..plan import ModuleSpec
+from ..plan.checkpointing import SELECTIVE, why_not_selective
 from ..plan.methods import POLICIES
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE
@@ -335,23 +336,26 @@ def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[s
     """What of a module can be put into host memory: frozen layers, and the optimizer of trained parameters."""
     given = problem.fixed.get(name, {})
     in_layers = [p for p in module.parameters if 0 <= p.layer < module.num_layers]
-    result = []
-    is_frozen = bool(in_layers) and not any(p.trainable for p in in_layers)
+    result, is_selective = [], problem.checkpointing.get(name) == SELECTIVE
+    is_frozen = bool(in_layers) and not is_selective and not any(p.trainable for p in in_layers)
     if is_frozen and "offload_params" not in given and given.get("zero_stage") != GATHERS_IN_PASSES:
         result.append("offload_params")
     if any(p.trainable for p in module.parameters) and "offload_optimizer" not in given:
         result.append("offload_optimizer")
-    if "offload_activations" not in given and data_gradients(problem.spec)[name][-1]:
+    if "offload_activations" not in given and not is_selective and data_gradients(problem.spec)[name][-1]:
         result.append("offload_activations")
     return result
 
 
 def _stored(candidate: Candidate, problem: PlanningProblem) -> Candidate | None:
-    """The candidate with a problem's storage; `None` if copies divide weights that would be in host memory."""
+    """The candidate with a problem's storage; `None` if it can't have what would be in host memory there."""
     layouts = {}
     for name, layout in candidate.layouts.items():
         storage: StorageSettings = problem.storage_of(name)
         if storage.offload_params and layout.zero_stage >= GATHERS_IN_PASSES:
+            return None
+        is_selective = layout.activation_checkpointing == SELECTIVE
+        if is_selective and why_not_selective(layout.cp_size, storage.offload_params, storage.offload_activations):
             return None
         layouts[name] = replace(layout, storage=storage)
     return replace(candidate, layouts=layouts)
