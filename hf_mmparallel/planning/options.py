@@ -21,7 +21,7 @@ from ..cost.row_sizes import RowLayout
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, streamed_transfers, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
-from ..plan.checkpointing import SELECTIVE, Checkpointing, why_not_selective
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..plan.resolve import possible_ep_sizes
@@ -175,7 +175,7 @@ class ModuleOptions:
     @cached_property
     def kinds(self) -> tuple[ParallelConfig, ...]:
         """
-        Tensor-parallel sizes within a node that divide the model's sizes, with each kind of recomputation and with
+        Tensor-parallel sizes within a node that divide the model's sizes, with and without recomputation, each with
         the sharding of [`~ModuleOptions.shardings`].
         """
         module_spec, device = self.module_spec, self.problem.costs.device
@@ -190,7 +190,7 @@ class ModuleOptions:
         context = [size for size in powers if self.allows("cp_size", size) and size <= self._max_context]
         context = context or [self._given["cp_size"]]
         given = self.problem.checkpointing.get(self.name)
-        checkpointing = (False, SELECTIVE, True) if given is None and self._has_backward else (given or False,)
+        checkpointing = (False, True) if given is None and self._has_backward else (given or False,)
         return tuple(
             ParallelConfig(cp, tp, recompute, sharding=sharding, ep_size=ep)
             for tp in tensor
@@ -198,13 +198,9 @@ class ModuleOptions:
             if cp * tp <= self.problem.num_ranks
             for ep in self.expert_sizes(tp)
             for recompute in checkpointing
-            if recompute != SELECTIVE or self.allows_selective(cp)
+            if recompute != SELECTIVE or cp == 1
             for sharding in self.shardings(tp)
         )
-
-    def allows_selective(self, cp_size: int) -> bool:
-        """Whether layers can keep the outputs of products and recompute the rest."""
-        return why_not_selective(cp_size, self.storage.offload_params, self.storage.offload_activations) is None
 
     @property
     def _max_context(self) -> float:

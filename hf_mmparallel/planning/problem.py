@@ -82,7 +82,7 @@ class PlanningProblem:
     # module -> sizes and settings of ZeRO, master weights and offloading set by the user, such as
     # `{"language_model": {"tp_size": 4}}`
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # module -> what its layers recompute; each is tried by default
+    # module -> what its layers recompute; all and nothing are tried by default
     checkpointing: Mapping[str, Checkpointing] = field(default_factory=dict)
     zero_stages: tuple[int, ...] = SEARCHED_STAGES  # to choose from
     # optimizer state and frozen weights may be put into host memory where the user leaves that open; the device has to

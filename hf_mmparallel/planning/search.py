@@ -18,7 +18,7 @@ from ..cost.layers import data_gradients
 from ..cost.sharded_passes import GATHERS_IN_PASSES
 from ..cost.step_planner import Prediction
 from ..plan import ModuleSpec
-from ..plan.checkpointing import SELECTIVE, why_not_selective
+from ..plan.checkpointing import SELECTIVE
 from ..plan.methods import POLICIES
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE
@@ -348,14 +348,11 @@ def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[s
 
 
 def _stored(candidate: Candidate, problem: PlanningProblem) -> Candidate | None:
-    """The candidate with a problem's storage; `None` if it can't have what would be in host memory there."""
+    """The candidate with a problem's storage; `None` if copies divide weights that would be in host memory."""
     layouts = {}
     for name, layout in candidate.layouts.items():
         storage: StorageSettings = problem.storage_of(name)
         if storage.offload_params and layout.zero_stage >= GATHERS_IN_PASSES:
-            return None
-        is_selective = layout.activation_checkpointing == SELECTIVE
-        if is_selective and why_not_selective(layout.cp_size, storage.offload_params, storage.offload_activations):
             return None
         layouts[name] = replace(layout, storage=storage)
     return replace(candidate, layouts=layouts)
