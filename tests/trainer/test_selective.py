@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "stages, split backwards": ("llava", both(pp_size=2, split_backward=True), {}, {}),
     "tp, shared rows": ("llava", TP2, {}, {}),
     "tp, shared rows, bf16": ("llava", TP2, {"bf16": True}, {}),
-    "tp, split backwards": ("llava", {**TP2, LM: {**TP2[LM], "split_backward": True}}, {}, {}),
+    "tp, experts, split backwards": ("qwen3_vl_moe", {**TP2, LM: {**TP2[LM], "split_backward": True}}, {}, {}),
     "ZeRO-3, norms behind blocks": ("gemma3", both(dp_size=2, zero_stage=3), {}, {}),
     "tp, adapters": ("llava", TP2, {"model": adapted}, {}),
     "experts over replicas": ("llama", {LM: {"dp_size": 2, "ep_size": 2, **AGAIN}}, {}, {}),
@@ -55,7 +55,7 @@ def arguments_of(name: str) -> dict[str, Any]:
     given = {**TWO_STEPS, **CASES[name][2]}
     if "model" in given:
         given["model"] = given["model"]()
-    return {**given, **of_family("Qwen3MoeForCausalLM"), **TWO_STEPS} if "experts" in name else given
+    return {**given, **of_family("Qwen3MoeForCausalLM"), **TWO_STEPS} if "over replicas" in name else given
 
 
 def train() -> dict[str, tuple[runs.Run, int]]:
