@@ -151,7 +151,8 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, block: nn.Module |
             )
         is_compiled, keeps_output = torch.compiler.is_compiling(), getattr(layer, "keeps_output", False)
         if keeps_output and not is_compiled and not hasattr(layer, "multiply"):
-            output = summed_product(*as_multiplied(input, weight), name, block is not None)
+            weight = as_multiplied(weight)
+            output = summed_product(as_multiplied(input).to(weight.dtype), weight, name, block is not None)
         else:
             output = sum_products(_product(layer)(input, weight, None), is_compiled or keeps_output)
         return output if bias is None else output + bias  # which each rank has whole

@@ -69,13 +69,12 @@ def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return layer.multiply(input, layer.weight, layer.bias)  # type: ignore[operator]
 
 
-def as_multiplied(input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operands of a product as autocast gives them to it, the input else in the dtype of the weight."""
-    kind = input.device.type
-    if not torch.is_autocast_enabled(kind) or input.dtype == torch.float64:
-        return input.to(weight.dtype), weight
-    dtype = torch.get_autocast_dtype(kind)
-    return input.to(dtype), weight.to(dtype)
+def as_multiplied(values: Tensor) -> Tensor:
+    """Returns values as autocast gives them to matrices."""
+    kind = values.device.type
+    if not torch.is_autocast_enabled(kind) or values.dtype == torch.float64:
+        return values
+    return values.to(torch.get_autocast_dtype(kind))
 
 
 def multiply(

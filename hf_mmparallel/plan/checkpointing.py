@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 # `"selective"` keeps the outputs of matrix products and of attention, and recomputes the rest: norms, activation
-# functions, rotary embeddings and sums (Korthikanti et al. 2022, section 5)
+# functions, rotary embeddings, and all scores where attention computes them (Korthikanti et al. 2022, section 5)
 Checkpointing = bool | Literal["selective"]
 SELECTIVE: Literal["selective"] = "selective"
 # value -> words for it in the text of a layout

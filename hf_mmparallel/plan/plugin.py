@@ -94,7 +94,7 @@ class ModulePlugin:
             regular expressions, searched for in parameter names.
         activation_checkpointing (`bool` or `str`, *optional*, defaults to `False`):
             Whether layers save their inputs alone and recompute the rest in the backward. `"selective"` also keeps the
-            outputs of matrix products and of attention, and recomputes norms, activation functions and sums.
+            outputs of matrix products and of attention, and recomputes norms, activation functions and the like.
         colocate_with (`str`, *optional*):
             Another module whose ranks this one shares, with sizes of its own whose product is the number of these
             ranks (`dp_size` is what remains, unless it is given), or, without any, those of the other one.
