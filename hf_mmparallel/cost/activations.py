@@ -182,7 +182,8 @@ def kept_activations(
     shape, hidden, rows = LayerShape.of(module_spec, uses), module_spec.hidden_size, module_spec.row_shares(tp_size)
     kept = read = 0.0
     split = tp_size if is_split(shape.attention) else 1
-    for group, size in [(shape.attention, split), *((group, tp_size) for group in shape.feed_forwards)]:
+    groups: list[tuple[Sequence[Matrix], int]] = [(shape.attention, split)]
+    for group, size in groups + [(group, tp_size) for group in shape.feed_forwards]:
         for matrix in group:
             is_last = matrix is group[-1] and len(group) > 1
             width = matrix.copies * hidden / rows if is_last else matrix.width_out(hidden) / size
