@@ -8,10 +8,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import prepare
 from hf_mmparallel.plan.checkpointing import SELECTIVE
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.folders import run_folder
 
 from . import runs
 from .test_experts import of_family
@@ -77,3 +79,18 @@ def test_runs_equal_the_stock_trainers():
         assert num_kept > 0
         tolerance = {"rtol": 5e-3, "atol": 5e-4} if "bf16" in name else {}
         runs.assert_same_run(run, runs.stock(CASES[name][0], **arguments_of(name)), **tolerance)
+
+
+def test_one_process_recomputes_them_too(monkeypatch: pytest.MonkeyPatch):
+    contexts, modes = prepare.create_selective_checkpoint_contexts, []
+    monkeypatch.setattr(
+        prepare, "create_selective_checkpoint_contexts", lambda keeps: modes.append(contexts(keeps)) or modes[-1]
+    )
+    sizes = {**runs.COMMON, **TWO_STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH}
+    args = MultimodalTrainingArguments(output_dir=run_folder(), parallel={VISION: AGAIN, LM: AGAIN}, **sizes)
+    trainer: Any = MultimodalParallelTrainer(args=args, **runs.words_of("llava", {}))
+    trainer.train()
+    assert modes
+    runs.assert_same_run(
+        runs.Run(runs.step_logs(trainer), trainer.model.state_dict()), runs.stock("llava", **TWO_STEPS)
+    )
