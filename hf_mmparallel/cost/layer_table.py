@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -21,6 +21,7 @@ from .layers import CostModel, LayerCost, Polynomial, data_gradients
 from .sharded_passes import PassTransfers
 
 PLACES: dict[Work, int] = {part: place for place, part in enumerate(WORK)}  # of the parts of work in tables
+_DISPATCHED = 2.3  # host time of operations each of which Python is asked whether it is kept, over that of others
 SQUARE, TOKEN, _CONSTANT, LAUNCH = range(4)  # columns: per squared token, per token, constant, host time to launch
 
 
@@ -205,6 +206,8 @@ def layer_table(
         recomputed = Polynomial()
         if checkpointing and 0 <= index < module_spec.num_layers:
             recomputed = _recomputed(layer, module_spec, tp_size, checkpointing)
+            if checkpointing == SELECTIVE:
+                layer = replace(layer, launch_ms=(_DISPATCHED * layer.launch_ms[0], layer.launch_ms[1]))
         rows.append(_work_of(costs.spec, module, index, layer.with_sums, data_gradient, recomputed))
         saved.append(_saved_of(costs, module, index, layer, tp_size))
     windows = np.array([0, *(module_spec.window(layer) for layer in range(module_spec.num_layers)), 0], float)
