@@ -19,7 +19,7 @@ from . import runs
 from .test_experts import of_family
 
 VISION, LM = "vision", "language_model"
-TWO_STEPS = {"max_steps": 2, "warmup_steps": 0}
+TWO_STEPS: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
 AGAIN = {"activation_checkpointing": SELECTIVE}
 
 
