@@ -36,7 +36,7 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   freeze              true, tower, or a regular expression over parameter names
   layers              layers of each stage, such as 10/12/12
   colocate            another module whose ranks this one shares
-  checkpointing       true to recompute activations in the backward
+  checkpointing       true to recompute activations in the backward, selective to keep outputs of products for it
   cp_method, cp_mode, cp_block
                       with cp above 1: distribution of tokens (lpt, zigzag, contiguous, random), gathered keys (auto,
                       row, segments), and tokens per block (128)
@@ -58,7 +58,7 @@ settings of `--what-if`, separated by commas:
   frozen, trainable   a module, as in --freeze
   gpus, gpu_type, global_batch_size, microbatch_size, seq_len, image_tokens, memory_limit_gib, schedule,
   microbatch_assignment, dtype
-  packing, recomputed true or false
+  packing, recomputed true or false; recomputed also selective
   fused_kernels       true for norms and activation functions of one kernel each (torch_compile, use_liger_kernel)
   peak_tflops, memory_gb_per_s, link_gb_per_s, node_link_gb_per_s
                       a figure of the device, or 2x for twice as much

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParameterUse
-from .layers import PACKED_ATTENTION, Polynomial
+from ..plan.checkpointing import Checkpointing
+from .layers import OURS, PACKED_ATTENTION, Engine, Polynomial
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -65,8 +66,10 @@ class Norm:
     trained: bool
     is_rms: bool  # an RMS norm has no bias; models compute it in several float32 operations
 
-    def saved_bytes(self, width: float, input_bytes: int, output_bytes: int) -> float:
+    def saved_bytes(self, width: float, input_bytes: int, output_bytes: int, engine: Engine) -> float:
         """Saved bytes per token with `width` normalized values."""
+        if engine.fused:  # and a float32 factor for all values that are normalized together
+            return width * (input_bytes + FULL / self.size)
         if not self.is_rms:
             return width * input_bytes
         # the input in float32, and the normalized value for the weight's gradient
@@ -145,21 +148,55 @@ class Precision:
 
 
 def saved_activations(
-    module_spec: ModuleSpec, uses: Sequence[ParameterUse], index: int, precision: Precision, tp_size: int
+    module_spec: ModuleSpec,
+    uses: Sequence[ParameterUse],
+    index: int,
+    precision: Precision,
+    tp_size: int,
+    engine: Engine = OURS,
 ) -> Polynomial:
     """Bytes that autograd saves in a layer (-1: before all, `num_layers`: after them) for its backward."""
     shape = LayerShape.of(module_spec, uses)
-    if not 0 <= index < module_spec.num_layers:
-        return _saved_after_layers(shape, precision) if index >= 0 else _saved_before_layers(shape, uses, precision)
+    if index < 0:
+        return _saved_before_layers(shape, uses, precision, engine)
+    if index >= module_spec.num_layers:
+        return _saved_after_layers(shape, precision, engine)
     split = tp_size if is_split(shape.attention) else 1
     # per squared token only if attention saves something for each pair of tokens
     saved = _attention_saved(shape, precision) * (1 / split) + _mask_saved(shape, precision)
-    saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, tp_size) for norm in shape.norms))
+    saved += Polynomial(token=sum(_norm_saved(shape, norm, precision, tp_size, engine) for norm in shape.norms))
     for group in filter(None, [shape.attention, *shape.feed_forwards]):  # a block may have no attention
         saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision, tp_size))
     for group in shape.feed_forwards:
-        saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision) / tp_size)
+        saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision, engine) / tp_size)
     return saved + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
+
+
+def kept_activations(
+    module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
+) -> tuple[Polynomial, Polynomial]:
+    """
+    Bytes of the outputs of products and of attention that one of the repeated layers keeps where it recomputes the
+    rest, with sums over a tp group in place of products; and of these, what its backward reads.
+    """
+    shape, hidden, rows = LayerShape.of(module_spec, uses), module_spec.hidden_size, module_spec.row_shares(tp_size)
+    kept = read = 0.0
+    split = tp_size if is_split(shape.attention) else 1
+    groups: list[tuple[Sequence[Matrix], int]] = [(shape.attention, split)]
+    for group, size in groups + [(group, tp_size) for group in shape.feed_forwards]:
+        for matrix in group:
+            is_last = matrix is group[-1] and len(group) > 1
+            width = matrix.copies * hidden / rows if is_last else matrix.width_out(hidden) / size
+            kept += width * precision.compute
+            if matrix.adapter_rank:
+                adapter_bytes = precision.compute if precision.is_cast else matrix.adapter_bytes
+                kept += (matrix.adapter_rank + width) * adapter_bytes
+            elif not is_last and group is not shape.attention:
+                read += width * precision.compute
+    if shape.attention and module_spec.attention != "eager":
+        width = shape.attention[-1].width_in(hidden) * precision.compute + FULL * module_spec.num_heads
+        kept, read = kept + width / split, read + width / split
+    return Polynomial(token=kept), Polynomial(token=read)
 
 
 def put_off_activations(
@@ -168,7 +205,7 @@ def put_off_activations(
     index: int,
     precision: Precision,
     tp_size: int,
-    is_recomputed: bool,
+    is_recomputed: Checkpointing,
 ) -> Polynomial:
     """
     Bytes that stay from the gradients of inputs of a layer to those of its weights: inputs of trained matrices, of
@@ -274,15 +311,15 @@ def _mask_saved(shape: LayerShape, precision: Precision) -> Polynomial:
     return Polynomial(float(precision.compute)) if takes_mask else Polynomial()
 
 
-def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int) -> float:
+def _norm_saved(shape: LayerShape, norm: Norm, precision: Precision, tp_size: int, engine: Engine) -> float:
     """Saved bytes per token of a norm over the hidden state, or over queries or keys per head."""
     module_spec = shape.module_spec
     if not _ATTENTION.search(norm.name) or norm.size == module_spec.hidden_size:
         width = norm.size / module_spec.row_shares(tp_size)
-        return norm.saved_bytes(width, precision.stream, precision.stream)
+        return norm.saved_bytes(width, precision.stream, precision.stream, engine)
     heads = module_spec.num_heads if "q" in norm.name.split(".")[-2] else module_spec.num_kv_heads
     width = heads * module_spec.head_width / (tp_size if is_split(shape.attention) else 1)
-    return norm.saved_bytes(width, precision.compute, precision.compute)
+    return norm.saved_bytes(width, precision.compute, precision.compute, engine)
 
 
 def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision, tp_size: int) -> float:
@@ -307,16 +344,18 @@ def gathered_bytes(module_spec: ModuleSpec, group: Sequence[Matrix], precision: 
     return float(is_read * module_spec.hidden_size * precision.compute)
 
 
-def _feed_forward_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision) -> float:
+def _feed_forward_saved(
+    module_spec: ModuleSpec, group: Sequence[Matrix], precision: Precision, engine: Engine
+) -> float:
     """Saved bytes per token of the activation function, the factors of a gate, and the input of the last matrix."""
     *inner, last = group
     if not inner:
         return 0.0
     wide = last.width_in(module_spec.hidden_size)
-    expanded = sum(matrix.width_out(module_spec.hidden_size) for matrix in inner)
-    values = expanded + (module_spec.activation_copies - 1) * wide
-    if expanded >= 2 * wide:
-        values += wide  # output of the gate's activation function
+    values = expanded = sum(matrix.width_out(module_spec.hidden_size) for matrix in inner)
+    if not engine.fused:
+        values += (module_spec.activation_copies - 1) * wide
+        values += wide if expanded >= 2 * wide else 0.0  # output of the gate's activation function
     if last.saves_input(precision):
         values += wide
     if last.num_experts > 1:  # outputs of experts, which the router's weights multiply, and two permutations of tokens
@@ -330,9 +369,11 @@ def _cast_weights(matrices: Sequence[Matrix], precision: Precision) -> float:
     return float(precision.compute * sum(matrix.num_elements for matrix in cast))
 
 
-def _saved_before_layers(shape: LayerShape, uses: Sequence[ParameterUse], precision: Precision) -> Polynomial:
+def _saved_before_layers(
+    shape: LayerShape, uses: Sequence[ParameterUse], precision: Precision, engine: Engine
+) -> Polynomial:
     """Saved bytes of norms and of a chain of convolutions."""
-    token = sum(norm.saved_bytes(norm.size, precision.stream, precision.stream) for norm in shape.norms)
+    token = sum(norm.saved_bytes(norm.size, precision.stream, precision.stream, engine) for norm in shape.norms)
     chain = [use.parameter.shape for use in uses if use.multiplies and len(use.parameter.shape) > 2]
     # input and output of the activation function between two of them; the second one halves the positions
     for rows, columns, *_ in chain[1:]:
@@ -340,9 +381,9 @@ def _saved_before_layers(shape: LayerShape, uses: Sequence[ParameterUse], precis
     return Polynomial(token=token)
 
 
-def _saved_after_layers(shape: LayerShape, precision: Precision) -> Polynomial:
+def _saved_after_layers(shape: LayerShape, precision: Precision, engine: Engine) -> Polynomial:
     """Saved bytes of norms, and of a projector or a head without its loss, the same on all ranks of a tp group."""
-    token = sum(norm.saved_bytes(norm.size, precision.stream, precision.stream) for norm in shape.norms)
+    token = sum(norm.saved_bytes(norm.size, precision.stream, precision.stream, engine) for norm in shape.norms)
     for matrix, (share, columns) in zip(shape.matrices, chain_widths(shape), strict=True):
         if matrix.saves_input(precision):
             token += share * columns * precision.compute

@@ -256,9 +256,10 @@ class AnalyticLayers:
         moved_ms = work.token_bytes / self.device.memory_bytes_per_ms
         read_ms, written_ms = (num_bytes / self.device.memory_bytes_per_ms for num_bytes in moved)
         saved, frozen = (
-            saved_activations(module_spec, with_trainable(uses, trained), index, precision, tp_size)
+            saved_activations(module_spec, with_trainable(uses, trained), index, precision, tp_size, self.engine)
             for trained in (True, False)
         )
+        cast_ms = _cast_bytes(uses, shares, precision) / self.device.memory_bytes_per_ms
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
         # the product of each matrix, and the addition to its gradient
         weight_launch_ms = 2 * len(LayerShape.of(module_spec, uses).matrices) * self.device.launch_us / 1e3
@@ -276,6 +277,7 @@ class AnalyticLayers:
             sums=self._sums(module_spec, uses, index, tp_size, products_ms),
             travels=(travels, travels),
             gathers=self._gathers(module_spec, uses, tp_size, products_ms) if inside else Polynomial(),
+            elementwise=Polynomial(attention_ms * (module_spec.attention == "eager"), moved_ms, cast_ms),
         )
 
     def _products_ms(
@@ -391,17 +393,23 @@ def _sides(use: ParameterUse, elements: float) -> tuple[float, float]:
     return count * shape[-2], count * shape[-1]
 
 
+def _cast_bytes(uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision) -> float:
+    """Bytes read and written to cast the matrices of a rank that are wider than products."""
+    stored = ((use.parameter, DTYPE_BYTES.get(use.parameter.dtype, FULL)) for use in uses if use.multiplies)
+    wider = ((p, width) for p, width in stored if width > precision.compute)
+    return sum(shares[p.name] * p.num_elements * (width + precision.compute) for p, width in wider)
+
+
 def _weight_bytes(
     uses: Sequence[ParameterUse], shares: Mapping[str, float], precision: Precision, in_place: bool
 ) -> tuple[float, float]:
-    """Bytes of the matrices that a rank reads, and of their gradients that it writes."""
-    read = written = 0.0
+    """Bytes of the matrices that a rank reads, casts of wider ones included, and of their gradients that it writes."""
+    read, written = _cast_bytes(uses, shares, precision), 0.0
     for use in uses:
         p = use.parameter
         elements, stored = shares[p.name] * p.num_elements, DTYPE_BYTES.get(p.dtype, FULL)
         if use.multiplies:
-            # including the cast of a matrix in a wider dtype than the compute dtype
-            read += elements * (stored if stored <= precision.compute else stored + 2 * precision.compute)
+            read += elements * min(stored, precision.compute)
         if use.multiplies or p.is_lookup:
             narrow = min(stored, precision.compute)
             # written in the compute dtype and then accumulated in float32, or accumulated by the product itself

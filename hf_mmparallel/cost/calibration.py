@@ -355,6 +355,7 @@ class CalibratedLayers:
             sums=(cost.sums[0] * forward.sums, cost.sums[1] * inputs.sums),
             travels=(cost.travels[0] * forward.sums, cost.travels[1] * inputs.sums),
             gathers=cost.gathers * weights.sums,
+            elementwise=cost.elementwise * forward.compute,
         )
 
     def starting_at(self, first_rank: int) -> CalibratedLayers:

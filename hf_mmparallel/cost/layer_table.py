@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .._portable import on_grid
-from ..plan import LANGUAGE_MODEL, ModelSpec, Stage
+from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, Stage
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from ..plan.ownership import can_put_off
 from ..schedule.kinds import WHOLE_PASSES, WORK, TaskKind, Work
 from .activations import LayerShape, Matrix, Precision, saved_activations, with_trainable
@@ -20,6 +21,7 @@ from .layers import CostModel, LayerCost, Polynomial, data_gradients
 from .sharded_passes import PassTransfers
 
 PLACES: dict[Work, int] = {part: place for place, part in enumerate(WORK)}  # of the parts of work in tables
+_DISPATCHED = 2.3  # host time of operations each of which Python is asked whether it is kept, over that of others
 SQUARE, TOKEN, _CONSTANT, LAUNCH = range(4)  # columns: per squared token, per token, constant, host time to launch
 
 
@@ -193,7 +195,7 @@ def windowed_squares(tokens: ArrayLike, squares: ArrayLike, window: float, is_ca
 
 @lru_cache(maxsize=1024)
 def layer_table(
-    costs: CostModel, module: str, tp_size: int = 1, checkpointing: bool = False, first_rank: int = 0
+    costs: CostModel, module: str, tp_size: int = 1, checkpointing: Checkpointing = False, first_rank: int = 0
 ) -> LayerTable:
     """The table of a module; `first_rank` is the position of a tp group's first rank in its node."""
     module_spec = costs.spec.modules[module]
@@ -201,27 +203,40 @@ def layer_table(
     rows, saved = [], []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = layers.layer(module, index, tp_size)
-        recomputes = checkpointing and 0 <= index < module_spec.num_layers
-        rows.append(_work_of(costs.spec, module, index, layer.with_sums, data_gradient, recomputes))
+        recomputed = Polynomial()
+        if checkpointing and 0 <= index < module_spec.num_layers:
+            recomputed = _recomputed(layer, module_spec, tp_size, checkpointing)
+            if checkpointing == SELECTIVE:
+                layer = replace(layer, launch_ms=(_DISPATCHED * layer.launch_ms[0], layer.launch_ms[1]))
+        rows.append(_work_of(costs.spec, module, index, layer.with_sums, data_gradient, recomputed))
         saved.append(_saved_of(costs, module, index, layer, tp_size))
     windows = np.array([0, *(module_spec.window(layer) for layer in range(module_spec.num_layers)), 0], float)
     return LayerTable(np.stack(rows, axis=1), np.array(saved), windows, module == LANGUAGE_MODEL)
 
 
+def _recomputed(layer: LayerCost, module_spec: ModuleSpec, tp_size: int, checkpointing: Checkpointing) -> Polynomial:
+    """What a backward computes again: a forward, or of it what no outputs of products and of attention are kept of."""
+    if checkpointing != SELECTIVE:
+        return layer.with_sums.forward
+    # sums over ranks are kept with their products; of shared rows all are gathered again, half of a sum
+    gathers = layer.sums[0] * (0.5 * (module_spec.row_shares(tp_size) > 1))
+    return layer.elementwise + gathers + layer.travels[0]
+
+
 def _work_of(
-    spec: ModelSpec, module: str, index: int, layer: LayerCost, data_gradient: bool, recomputes: bool
+    spec: ModelSpec, module: str, index: int, layer: LayerCost, data_gradient: bool, recomputed: Polynomial
 ) -> NDArray:
     """
     A layer's work `(parts, 4)`: its forward; the gradient of its input if that is needed, else the input gradients for
     its own weights; the gradients of the trained share of its weights, of which those of linear layers can come later;
-    and its forward again if recomputed.
+    and what of its forward is `recomputed`.
     """
     share, put_off = trainable_share(spec, module, index), linear_share(spec, module, index)
     weights, inputs = layer.weight_gradient * share, layer.data_gradient
     if not data_gradient:
         inner, attends = inner_gradient_share(spec, module, index)
         inputs = Polynomial(inputs.square * attends, inputs.token * inner, inputs.constant * inner)
-    again = recomputes and bool(data_gradient or share)
+    again = recomputed != Polynomial() and bool(data_gradient or share)
     # what is recomputed has the rows; a gather is beside the first products of a block, or beside those put off before
     gathers = layer.gathers * (share > 0 and not again)
     forward_launch, backward_launch = layer.launch_ms
@@ -231,7 +246,7 @@ def _work_of(
         "inputs": (inputs, backward_launch * (data_gradient or share > 0) - of_weights),
         "weights": (weights * put_off + gathers * (put_off > 0), of_weights),
         "others": (weights * (1 - put_off) + gathers * (put_off == 0), 0.0),
-        "again": (layer.forward * again, forward_launch * again),
+        "again": (recomputed * again, forward_launch * again),
     }
     return np.array([[p.square, p.token, p.constant, launch] for p, launch in (parts[part] for part in WORK)])
 
@@ -241,7 +256,7 @@ def _saved_of(costs: CostModel, module: str, index: int, layer: LayerCost, tp_si
     module_spec, uses = costs.spec.modules[module], costs.spec.uses.get((module, index), ())
     precision = Precision.of(module_spec, costs.value_bytes)
     frozen, trained, actual = (
-        saved_activations(module_spec, parameters, index, precision, tp_size).token
+        saved_activations(module_spec, parameters, index, precision, tp_size, costs.engine).token
         for parameters in (with_trainable(uses, False), with_trainable(uses, True), uses)
     )
     # interpolates the source's values for a frozen and a fully trained layer, by the shapes of parameters

@@ -17,7 +17,8 @@ from .devices import Hardware
 class Engine:
     """How layers run. The defaults describe hf_mmparallel; others validate the cost model on published runs."""
 
-    # norms, rotary embeddings and activation functions are one kernel each (`torch_compile`, `use_liger_kernel`)
+    # norms, rotary embeddings and activation functions are one kernel each, norms and activation functions with no
+    # more for the backward than what they read (`torch_compile`, `use_liger_kernel`)
     fused: bool = False
     sums_in_place: bool = False  # matrix products add to gradients themselves
     # reads and writes of the hidden state of a token for each of its experts: transformers copies it in their order,
@@ -98,6 +99,8 @@ class LayerCost:
     travels: tuple[Polynomial, Polynomial] = (Polynomial(), Polynomial())
     # gathers of rows for the gradients of its weights, whichever are trained
     gathers: Polynomial = Polynomial()
+    # of the forward, what is neither a product of matrices nor attention that keeps no scores
+    elementwise: Polynomial = Polynomial()
 
     @property
     def with_sums(self) -> LayerCost:

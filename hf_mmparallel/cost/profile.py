@@ -276,7 +276,10 @@ class MeasuredLayers:
             measured = self._measured.get(key)
             cost = self._scaled(*key) if measured is None else measured.cost
             counted = self.fallback.layer(*key)
-            self._known[key] = replace(cost, sums=counted.sums, travels=counted.travels, gathers=counted.gathers)
+            # of the forward as large a part as is counted
+            ratio = cost.forward.token / counted.forward.token if counted.forward.token else 0.0
+            uncounted = {name: getattr(counted, name) for name in ("sums", "travels", "gathers")}
+            self._known[key] = replace(cost, **uncounted, elementwise=counted.elementwise * ratio)
         return self._known[key]
 
     def _scaled(self, module: str, index: int, tp_size: int) -> LayerCost:

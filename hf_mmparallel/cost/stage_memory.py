@@ -20,6 +20,7 @@ from ..plan import (
     StorageSettings,
     stage_holds,
 )
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from ..plan.ownership import can_put_off
 from .activations import (
     DTYPE_BYTES,
@@ -27,6 +28,7 @@ from .activations import (
     LayerShape,
     Precision,
     chain_widths,
+    kept_activations,
     parameter_shares,
     put_off_activations,
     transient_memory,
@@ -203,7 +205,7 @@ class _ModuleMemory:
 
 @lru_cache(maxsize=1024)
 def _module_memory(
-    costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings
+    costs: CostModel, module: str, tp_size: int, checkpointing: Checkpointing, storage: StorageSettings
 ) -> _ModuleMemory:
     module_spec = costs.spec.modules[module]
     needed = data_gradients(costs.spec)[module]
@@ -219,8 +221,7 @@ def _module_memory(
         has_backward = needed[position] or trained[position]
         saved = Polynomial(*table.saved[position].tolist()) if has_backward else Polynomial()
         if 0 <= index < module_spec.num_layers:
-            recompute = checkpointing and has_backward
-            entries.append(_layer_entry(costs, module_spec, index, tp_size, saved, recompute))
+            entries.append(_layer_entry(costs, module_spec, index, tp_size, saved, has_backward and checkpointing))
         else:
             entries.append((saved, Polynomial(), Polynomial()))
     saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
@@ -231,7 +232,7 @@ def _module_memory(
     return _ModuleMemory(_array(put_off), saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
 
 
-def layer_kinds(costs: CostModel, module: str, tp_size: int, checkpointing: bool) -> list[int]:
+def layer_kinds(costs: CostModel, module: str, tp_size: int, checkpointing: Checkpointing) -> list[int]:
     """A number for each layer from -1 to one past the last, equal where stages need as much memory for it."""
     memory, uses = (
         _module_memory(costs, module, tp_size, checkpointing, StorageSettings()),
@@ -248,26 +249,25 @@ def layer_kinds(costs: CostModel, module: str, tp_size: int, checkpointing: bool
     return result
 
 
-def moved_bytes(costs: CostModel, module: str, tp_size: int, checkpointing: bool, storage: StorageSettings) -> NDArray:
+def moved_bytes(costs: CostModel, name: str, tp_size: int, again: Checkpointing, storage: StorageSettings) -> NDArray:
     """(num_layers, 3) bytes that layers save which are in host memory: per squared token, per token, constant."""
-    return _module_memory(costs, module, tp_size, checkpointing, storage).moved[1:-1]
+    return _module_memory(costs, name, tp_size, again, storage).moved[1:-1]
 
 
 _Entry = tuple[Polynomial, Polynomial, Polynomial]
 
 
 def _layer_entry(
-    costs: CostModel, module_spec: ModuleSpec, index: int, tp_size: int, saved: Polynomial, recompute: bool
+    costs: CostModel, module_spec: ModuleSpec, index: int, tp_size: int, saved: Polynomial, again: Checkpointing
 ) -> _Entry:
     """A layer: saved bytes, peak of a forward, and transient bytes of a backward."""
-    precision = Precision.of(module_spec, costs.value_bytes)
-    transient = transient_memory(module_spec, costs.spec.uses.get((module_spec.name, index), ()), precision, tp_size)
-    if recompute:  # only its input is saved; the rest exists while its backward runs
-        return (
-            _hidden(costs, module_spec) * (1 / module_spec.row_shares(tp_size)),
-            transient.forward,
-            saved + transient.recomputed,
-        )
+    precision, uses = Precision.of(module_spec, costs.value_bytes), costs.spec.uses.get((module_spec.name, index), ())
+    transient = transient_memory(module_spec, uses, precision, tp_size)
+    if again:  # only its input is saved, and what it keeps; the rest exists while its backward runs
+        none = Polynomial(), Polynomial()
+        kept, read = kept_activations(module_spec, uses, precision, tp_size) if again == SELECTIVE else none
+        own = _hidden(costs, module_spec) * (1 / module_spec.row_shares(tp_size)) + kept
+        return own, transient.forward + kept + read * -1.0, saved + transient.recomputed + read * -1.0
     return saved, transient.forward, transient.backward if saved != Polynomial() else Polynomial()
 
 
@@ -368,7 +368,7 @@ def _stage_memory(
     module: str,
     layers: tuple[int, int],
     grid: tuple[int, int],
-    checkpointing: bool,
+    checkpointing: Checkpointing,
     is_copied: bool,
     shards: _Shards,
     storage: StorageSettings,

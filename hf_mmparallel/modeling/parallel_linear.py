@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .lazy_logits import return_lazy_logits
-from .products import multiply
-from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph, sum_rows
+from .products import as_multiplied, multiply
+from .tp_collectives import Sum, SumGradients, SumGradientsInGraph, sum_in_graph, sum_rows, summed_product
 from .unowned import local
 
 # The columns of a matrix are the features that it returns; its rows are those that it takes.
@@ -149,13 +149,19 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, block: nn.Module |
                 f"{group.size()} ranks has {layer.in_features // group.size()} of its {layer.in_features} inputs: the "
                 "model's tensor-parallel plan does not cut the layers before it. Use `tp_size=1` for its module."
             )
-        product = _product(layer)(input, weight, None)
+        is_compiled, keeps_output = torch.compiler.is_compiling(), getattr(layer, "keeps_output", False)
+        if keeps_output and not is_compiled and not hasattr(layer, "multiply"):
+            weight = as_multiplied(weight)
+            output = summed_product(as_multiplied(input).to(weight.dtype), weight, name, block is not None)
+        else:
+            output = sum_products(_product(layer)(input, weight, None), is_compiled or keeps_output)
+        return output if bias is None else output + bias  # which each rank has whole
+
+    def sum_products(product: Tensor, stays: bool) -> Tensor:
         if block is not None:
             kept = None if torch.compiler.is_compiling() else vars(block).pop("kept_share", None)
-            output = sum_rows(product, group, kept)
-        else:
-            output = sum_in_graph(product, name) if torch.compiler.is_compiling() else Sum.apply(product, group)
-        return output if bias is None else output + bias  # which each rank has whole
+            return sum_rows(product, group, kept)
+        return sum_in_graph(product, name) if stays else Sum.apply(product, group)  # type: ignore[return-value]
 
     return forward
 

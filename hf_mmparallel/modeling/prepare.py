@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from ..kernels.varlen_attention import attends_as_here
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from .spec import ModulePart, inside, layers_of, module_parts, selected_layers
 from .stages import ModuleStage
 from .streamed_layers import OffloadedActivations
 from .unowned import drop_unowned_parameters, identity_layer, is_unowned
 
 # Activation checkpointing, per tower.
+
+# Operations, by their names in torch, whose outputs are kept where layers are recomputed selectively: products of
+# linear layers and of experts, summed over ranks, and attention that has no scores; no products of eager attention.
+KEPT_OPERATIONS = frozenset(
+    {
+        *("aten::mm", "aten::addmm", "aten::_grouped_mm", "hf_mmparallel::summed_product"),
+        *("hf_mmparallel::bitfield_attention", "torch_attn::_varlen_attn", "flex_attention"),
+        *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        *(f"flash_attn::_flash_attn_{kind}forward" for kind in ("", "varlen_")),
+    }
+)
+
+
+def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Whether the output of an operation is kept."""
+    is_kept = operation.name() in KEPT_OPERATIONS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,18 @@ class Recomputation:
         """Reads the Trainer's `activation_checkpointing_kwargs`."""
         options = dict(values)
         return cls(options.pop("every_n_layers", 1), options.pop("offload", False), options)
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether the outputs of some operations are kept."""
+        return "context_fn" in self.options
+
+    def of(self, checkpointing: Checkpointing) -> Recomputation:
+        """Those of a module."""
+        if checkpointing != SELECTIVE:
+            return self
+        contexts = partial(create_selective_checkpoint_contexts, _keeps)
+        return replace(self, options={**self.options, "context_fn": contexts})
 
     @property
     def as_arguments(self) -> dict[str, Any]:
@@ -75,6 +108,9 @@ def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation
         index = name.removeprefix(f"{stack}.")
         enabled = not index.isdigit() or int(index) % recomputation.every_n_layers == 0
         module.__dict__.update(gradient_checkpointing=enabled, _gradient_checkpointing_func=recomputation.function)
+        if enabled and recomputation.is_selective and inside(name, stack):
+            for part in module.modules():
+                part.__dict__["keeps_output"] = isinstance(part, nn.Linear)
     if not is_supported:
         raise ValueError(
             f"`activation_checkpointing=True`: the layers of `{stack}` do not support `gradient_checkpointing`. "
@@ -117,7 +153,8 @@ def prepare_stages(
         if keep and module.taps:
             _pass_unowned_parts(model.get_submodule(module.tower), layers)
         if keep and plan.modules[name].activation_checkpointing:
-            enable_checkpointing(model, module.tower, module.stack, recomputation)
+            own = (recomputation or Recomputation()).of(plan.modules[name].activation_checkpointing)
+            enable_checkpointing(model, module.tower, module.stack, own)
     for (name, _, _), stage in owned.items():
         if plan.modules[name].storage.offload_activations:
             layers = layers_of(model, spec.modules[name].stack)

@@ -69,6 +69,14 @@ def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return layer.multiply(input, layer.weight, layer.bias)  # type: ignore[operator]
 
 
+def as_multiplied(values: Tensor) -> Tensor:
+    """Returns values as autocast gives them to matrices."""
+    kind = values.device.type
+    if not torch.is_autocast_enabled(kind) or values.dtype == torch.float64:
+        return values
+    return values.to(torch.get_autocast_dtype(kind))
+
+
 def multiply(
     input: Tensor,
     weight: Tensor,

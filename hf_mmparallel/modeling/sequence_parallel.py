@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from .products import use_products
+from .products import as_multiplied, use_products
 from .tp_collectives import gather_rows, join_rows, split_rows
 from .unowned import hidden_of, with_hidden
 
@@ -123,7 +123,8 @@ class SplitRows:
         # a layer that runs again in its backward has all rows there
         is_recomputed = getattr(self._layer, "gradient_checkpointing", False) and self._layer.training
         keeps_share = torch.is_grad_enabled() and not is_recomputed
-        rows = gather_rows(_as_multiplied(hidden_of(args, kwargs)), self.group, num_rows, keeps_share)
+        # cast once, and so that less is gathered
+        rows = gather_rows(as_multiplied(hidden_of(args, kwargs)), self.group, num_rows, keeps_share)
         if keeps_share and not torch.compiler.is_compiling():
             block.kept_share = rows.kept_share  # type: ignore[assignment, attr-defined]
         return with_hidden(args, kwargs, rows)
@@ -135,14 +136,6 @@ def _read_rows(adapted: Any) -> None:
         if "forward" not in vars(matrix):  # which those have that take the features of a rank
             use_products(matrix)
             adapted.cast_input_dtype_enabled = False
-
-
-def _as_multiplied(values: Tensor) -> Tensor:
-    """Returns values as autocast gives them to matrices, so that less is gathered and cast once."""
-    kind = values.device.type
-    if not torch.is_autocast_enabled(kind) or values.dtype == torch.float64:
-        return values
-    return values.to(torch.get_autocast_dtype(kind))
 
 
 def _num_rows(kwargs: Mapping[str, Any]) -> int:

@@ -219,6 +219,11 @@ class GatherFeatures(torch.autograd.Function):
         return gradient.narrow(-1, ctx.rank * ctx.width, ctx.width), None
 
 
+def _group(name: str) -> Any:
+    """Returns the group with a name."""
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 # A graph of `torch.compile` has the sum as an operator, which names its group and writes to none of its inputs.
 
 
@@ -226,8 +231,7 @@ class GatherFeatures(torch.autograd.Function):
 def sum_in_graph(values: Tensor, group_name: str) -> Tensor:
     """Sums over the ranks of a group; each has the gradient of the sum."""
     summed = values.clone(memory_format=torch.contiguous_format)
-    group: Any = torch._C._distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    run_collective(dist.all_reduce, summed, group=group)
+    run_collective(dist.all_reduce, summed, group=_group(group_name))
     return summed
 
 
@@ -237,6 +241,36 @@ def _(values: Tensor, group_name: str) -> Tensor:
 
 
 sum_in_graph.register_autograd(lambda ctx, gradient: (gradient, None))
+
+
+# Where layers are recomputed, all but the outputs of some operators, a product and its sum are one.
+
+
+@torch.library.custom_op("hf_mmparallel::summed_product", mutates_args=())
+def summed_product(input: Tensor, weight: Tensor, group_name: str, splits_rows: bool) -> Tensor:
+    """A product `[samples, rows, features]` that the ranks of a group sum; each gets all rows or its own."""
+    product, group = functional.linear(input, weight), _group(group_name)
+    if splits_rows:
+        return _sum_of_own_rows(product, group)
+    run_collective(dist.all_reduce, product, group=group)
+    return product
+
+
+def _keep_operands(ctx: Any, inputs: tuple[Tensor, Tensor, str, bool], output: Tensor) -> None:
+    input, weight, ctx.group_name, ctx.splits_rows = inputs
+    ctx.save_for_backward(input, weight)
+
+
+def _gradients_of_operands(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    input, weight = ctx.saved_tensors
+    if ctx.splits_rows:
+        gradient = _all_rows(gradient, _group(ctx.group_name), input.shape[1])
+    of_input = gradient.matmul(weight) if ctx.needs_input_grad[0] else None
+    of_weight = gradient.flatten(0, -2).t().mm(input.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+    return of_input, of_weight, None, None
+
+
+summed_product.register_autograd(_gradients_of_operands, setup_context=_keep_operands)
 
 
 class SumGradientsInGraph(torch.autograd.Function):

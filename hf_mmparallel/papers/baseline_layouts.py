@@ -16,6 +16,7 @@ from ..arrange import contiguous_step
 from ..cost import LayerTable, StepCost, layer_table, memory_per_rank, model_flops, module_model_flops
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, sync_groups
+from ..plan.checkpointing import Checkpointing
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..planning.candidates import CandidateSpace, EstimatedCandidate
@@ -192,7 +193,9 @@ class FullyShardedLayouts:
         for shard_size in sizes:
             sharding = ShardingSettings(GATHERS_IN_PASSES, shard_size)
             for recompute in (False, True):
-                recomputed = {name: problem.checkpointing.get(name, recompute) for name in problem.spec.modules}
+                recomputed: dict[str, Checkpointing] = {
+                    name: problem.checkpointing.get(name, recompute) for name in problem.spec.modules
+                }
                 if not recompute and list(recomputed.values()).count(True) == len(recomputed):
                     continue
                 layouts = {

@@ -13,6 +13,7 @@ from ..arrange import Arrangement
 from ..cost import CostModel
 from ..cost.stage_memory import GIB
 from ..plan import ModelSpec, SampleSizes
+from ..plan.checkpointing import Checkpointing
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..planning.candidates import CandidateSpace, diversify
@@ -184,7 +185,10 @@ class _BaselineEvaluator:
         """DistTrain's allocation for each microbatch size, with and without recomputation."""
         candidates = []
         for recompute in (False, True):
-            recomputed = {name: self.problem.checkpointing.get(name, recompute) for name in self.problem.spec.modules}
+            given = self.problem.checkpointing
+            recomputed: dict[str, Checkpointing] = {
+                name: given.get(name, recompute) for name in self.problem.spec.modules
+            }
             for size in self._microbatch_sizes():
                 demands = {name: self._demand(name, size, recomputed[name]) for name in recomputed}
                 try:
@@ -217,7 +221,7 @@ class _BaselineEvaluator:
         sizes = [1 << power for power in range(6)]
         return [size for size in sizes if self.problem.global_batch_size % size == 0]
 
-    def _demand(self, name: str, microbatch_size: int, checkpointing: bool) -> ModuleDemand:
+    def _demand(self, name: str, microbatch_size: int, checkpointing: Checkpointing) -> ModuleDemand:
         """Demand of a module for a mean sample."""
         spec = self.problem.spec
         module_spec, options = spec.modules[name], ModuleOptions(self.problem, name)
@@ -241,7 +245,7 @@ class _BaselineEvaluator:
             role,
         )
 
-    def _allocated(self, allocation: Allocation, recomputed: Mapping[str, bool]) -> Candidate:
+    def _allocated(self, allocation: Allocation, recomputed: Mapping[str, Checkpointing]) -> Candidate:
         layouts = {
             name: ModuleLayout(
                 even_layers(self.problem.spec.modules[name].num_layers, module.pp_size),

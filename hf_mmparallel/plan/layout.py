@@ -9,6 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from .checkpointing import Checkpointing
 from .methods import Schedule
 from .model_spec import ModelSpec
 from .ownership import partly_frozen_stages, trainable_stages, with_split_backwards
@@ -36,7 +37,7 @@ class ModuleLayout:
     dp_size: int = 1  # number of replicas
     cp_size: int = 1
     tp_size: int = 1
-    activation_checkpointing: bool = False  # recomputes activations
+    activation_checkpointing: Checkpointing = False  # what it recomputes
     sharding: ShardingSettings = ShardingSettings()  # what its copies divide among them
     storage: StorageSettings = StorageSettings()  # precision, and what is in host memory
     context: ContextSettings = ContextSettings()  # how tokens are distributed over cp ranks

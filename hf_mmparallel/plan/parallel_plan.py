@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .._html_repr import HtmlRepr
+from .checkpointing import Checkpointing, checkpointing_words, read_checkpointing
 from .methods import ARRANGEMENTS, POLICIES, SCHEDULES, Schedule, SchedulePolicy, arrangement_name
 from .model_spec import LANGUAGE_MODEL, Edge, sources_first
 from .reading import read_count, read_flag, read_list, read_mapping, read_microbatches, read_name, reject_unknown_keys
@@ -80,7 +81,7 @@ class StorageSettings:
 
 
 def layout_text(
-    sizes: Mapping[str, Any], ep_size: int, sharding: ShardingSettings, storage: StorageSettings, is_recomputed: bool
+    sizes: Mapping[str, Any], ep_size: int, sharding: ShardingSettings, storage: StorageSettings, again: Checkpointing
 ) -> str:
     """The layout of a module in words, without sizes of 1: `dp 2 x tp 4, ep 8, ZeRO-3 over 8, recomputed`."""
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if str(size) != "1") or "one rank"]
@@ -89,7 +90,7 @@ def layout_text(
         over = "" if sharding.shard_size is None else f" over {sharding.shard_size}"
         words.append(f"ZeRO-{sharding.zero_stage}{over}")
     words += ["weights kept"] * (not sharding.reshard_after_forward)
-    return ", ".join([*words, *storage.words, *["recomputed"] * is_recomputed])
+    return ", ".join([*words, *storage.words, *checkpointing_words(again)])
 
 
 @dataclass(frozen=True)
@@ -145,12 +146,11 @@ class ModulePlan:
     """
     The layout of one module: `replicas[d][s]` is stage `s` of data-parallel copy `d`.
 
-    Replicas may have different numbers of stages, and stages different numbers of ranks. A rank may belong to several
-    modules (colocation).
+    Replicas may have different numbers of stages, stages different numbers of ranks. A rank may be in several modules.
 
     Args:
         replicas (`tuple[tuple[Stage, ...], ...]`): The stages of each replica.
-        activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
+        activation_checkpointing (`bool` or `str`, *optional*, defaults to `False`): See [`ModulePlugin`].
         context (`ContextSettings`, *optional*): How tokens are distributed over cp ranks, if `cp_size` is above 1.
         sharding (`ShardingSettings`, *optional*): What the copies divide among them.
         storage (`StorageSettings`, *optional*): Precision and place of optimizer, frozen weights and activations.
@@ -158,7 +158,7 @@ class ModulePlan:
     """
 
     replicas: tuple[tuple[Stage, ...], ...]
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
     context: ContextSettings = ContextSettings()
     sharding: ShardingSettings = ShardingSettings()
     storage: StorageSettings = StorageSettings()
@@ -554,7 +554,7 @@ def _read_module(data: Any, name: str) -> ModulePlan:
         replicas += _read_replicas(entry, name, len(replicas))
     if not replicas or not all(replicas):
         raise ValueError(f"The plan gives module `{name}` no stages. Add at least one replica with one stage.")
-    checkpointing = read_flag(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")
+    again = read_checkpointing(data.get("activation_checkpointing", False), f"`activation_checkpointing` of `{name}`")
     known = [field.name for field in fields(ShardingSettings)]
     sharding = read_mapping(data.get("sharding", {}), f"`sharding` of `{name}`", (), known)
     storage = read_mapping(
@@ -562,7 +562,7 @@ def _read_module(data: Any, name: str) -> ModulePlan:
     )
     return ModulePlan(
         tuple(replicas),
-        checkpointing,
+        again,
         ContextSettings(**context),
         ShardingSettings(**sharding),
         StorageSettings(**storage),

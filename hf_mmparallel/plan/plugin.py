@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .checkpointing import SELECTIVE, Checkpointing, read_checkpointing, why_not_selective
 from .methods import SCHEDULES, Schedule
 from .model_spec import LANGUAGE_MODEL
 from .other_configs import deepspeed_settings, mesh_settings, read_deepspeed
@@ -91,7 +92,9 @@ class ModulePlugin:
         freeze (`bool`, `str` or `list[str]`, *optional*, defaults to `False`):
             `True` freezes the module with its projector, `"tower"` everything but the projector; other strings are
             regular expressions, searched for in parameter names.
-        activation_checkpointing (`bool`, *optional*, defaults to `False`): Recompute activations in the backward.
+        activation_checkpointing (`bool` or `str`, *optional*, defaults to `False`):
+            Whether layers save their inputs alone and recompute the rest in the backward. `"selective"` also keeps the
+            outputs of matrix products and of attention, and recomputes norms, activation functions and the like.
         colocate_with (`str`, *optional*):
             Another module whose ranks this one shares, with sizes of its own whose product is the number of these
             ranks (`dp_size` is what remains, unless it is given), or, without any, those of the other one.
@@ -154,7 +157,7 @@ class ModulePlugin:
     vp_size: int | None = None
     split_backward: bool | None = None
     freeze: bool | str | list[str] = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
     colocate_with: str | None = None
     peft_config: Any = None
     attn_implementation: str | None = None
@@ -202,6 +205,13 @@ class ModulePlugin:
             if getattr(self, name) not in known:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)
         self._check_sharding()
+        hindrance = why_not_selective(self.cp_size, self.offload_params, self.offload_activations)
+        if self.activation_checkpointing == SELECTIVE and hindrance is not None:
+            setting, reason = hindrance
+            raise ValueError(
+                f"`activation_checkpointing={SELECTIVE!r}` can't be used with `{setting}`: {reason}. Use "
+                "`activation_checkpointing=True`, or leave one of them out."
+            )
         if self.cp_mode == "segments" and self.cp_method != "lpt":
             raise ValueError(
                 f"`cp_method={self.cp_method!r}` assigns blocks to ranks, but `cp_mode='segments'` assigns whole "
@@ -265,7 +275,8 @@ class ModulePlugin:
         if self.layers_per_stage is not None:
             for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
                 read_count(count, "An entry of `layers_per_stage`")
-        for name in ("activation_checkpointing", "reshard_after_forward", *STORAGE[1:]):
+        read_checkpointing(self.activation_checkpointing, "`activation_checkpointing`")
+        for name in ("reshard_after_forward", *STORAGE[1:]):
             read_flag(getattr(self, name), f"`{name}`")
         for name in ("master_weights", "split_backward"):
             if getattr(self, name) is not None:

@@ -318,6 +318,7 @@ def check_plan(plan: ParallelPlan, spec: ModelSpec) -> None:
             cp_method=context.method,
             cp_mode=context.mode,
             cp_block=context.block,
+            activation_checkpointing=module.activation_checkpointing,
             **asdict(module.sharding),
             **asdict(module.storage),
         )

@@ -30,6 +30,7 @@ from ..plan import (
     sync_groups,
     typical_batches,
 )
+from ..plan.checkpointing import Checkpointing
 from ..plan.methods import arrangement_name
 from ..plan.ownership import with_split_backwards
 from ..schedule import Timeline
@@ -236,8 +237,8 @@ def predict_plan(settings: Settings, inputs: Inputs, costs: CostModel, plan: Par
     return Answer(settings, inputs, costs, predictions, batch, size, arrangement)
 
 
-def _recomputed(settings: Settings, spec: ModelSpec) -> dict[str, bool]:
-    """Module -> whether its activations are recomputed, if that is given for all of them."""
+def _recomputed(settings: Settings, spec: ModelSpec) -> dict[str, Checkpointing]:
+    """Module -> what its layers recompute, if that is given for all of them."""
     return {} if settings.recomputed is None else dict.fromkeys(spec.modules, settings.recomputed)
 
 

@@ -63,7 +63,7 @@ def comments(path: str, answer: Answer, command: Sequence[str]) -> str:
         "  ranks: a list of tp groups, one for each cp rank: a tp group shares the matrices, and cp ranks share the "
         "tokens (language_model only).",
         "    All stages of a module have as many tp groups and ranks; ranks are numbered from 0 without gaps.",
-        "  activation_checkpointing: true recomputes activations in the backward.",
+        "  activation_checkpointing: true recomputes activations in the backward, selective all but products.",
         "num_microbatches follows from the batch sizes of planned_for, and trainable from what is frozen.",
     ]
     return "".join(f"# {line}".rstrip() + "\n" for text in lines for line in _wrapped(text))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..cost.layers import can_pack
 from ..cost.step_planner import StepPlanner
 from ..plan import LANGUAGE_MODEL, sync_groups
+from ..plan.checkpointing import SELECTIVE
 from ..plan.methods import POLICIES
 from .answer import Answer, plan_with
 
@@ -43,6 +44,8 @@ def _changes(answer: Answer) -> Iterator[str]:
     modules = plan.modules.values()
     if any(module.activation_checkpointing for module in modules):
         yield "recomputed=false"
+    if any(module.activation_checkpointing is True for module in modules):
+        yield f"recomputed={SELECTIVE}"
     if can_pack(costs.spec) and not costs.packs_rows and plan.modules[LANGUAGE_MODEL].cp_size == 1:
         yield "packing=true"
     stages = [len(replica) for module in modules for replica in module.replicas]

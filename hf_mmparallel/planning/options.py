@@ -21,6 +21,7 @@ from ..cost.row_sizes import RowLayout
 from ..cost.sharded_passes import GATHERS_IN_PASSES, REDUCES_IN_PASSES, streamed_transfers, transfers_among
 from ..cost.stage_memory import StageMemory, stage_memory
 from ..plan import LANGUAGE_MODEL, ModulePlan, ModuleSpec, ParallelPlan, Stage
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from ..plan.layout import ModuleLayout
 from ..plan.parallel_plan import ShardingSettings
 from ..plan.resolve import possible_ep_sizes
@@ -115,7 +116,7 @@ class ParallelConfig:
 
     cp_size: int
     tp_size: int
-    activation_checkpointing: bool  # recomputes activations
+    activation_checkpointing: Checkpointing  # what is recomputed
     first_rank: int = 0  # position in its node of the first rank of a tp group, which matters if the group spans nodes
     sharding: ShardingSettings = ShardingSettings()  # what copies divide among them
     num_shards: int = 1  # copies that share weights or gradients, where the time of passes is wanted
@@ -189,7 +190,7 @@ class ModuleOptions:
         context = [size for size in powers if self.allows("cp_size", size) and size <= self._max_context]
         context = context or [self._given["cp_size"]]
         given = self.problem.checkpointing.get(self.name)
-        checkpointing = (False, True) if given is None and self._has_backward else (bool(given),)
+        checkpointing = (False, True) if given is None and self._has_backward else (given or False,)
         return tuple(
             ParallelConfig(cp, tp, recompute, sharding=sharding, ep_size=ep)
             for tp in tensor
@@ -197,6 +198,7 @@ class ModuleOptions:
             if cp * tp <= self.problem.num_ranks
             for ep in self.expert_sizes(tp)
             for recompute in checkpointing
+            if recompute != SELECTIVE or cp == 1
             for sharding in self.shardings(tp)
         )
 

@@ -12,6 +12,7 @@ from ..cost import MEMORY_SHARE, CostModel
 from ..cost.stage_memory import GIB
 from ..cost.step_planner import Prediction
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, SampleSizes, typical_batches
+from ..plan.checkpointing import Checkpointing
 from ..plan.layout import ModuleLayout, plan_from
 from ..plan.methods import ARRANGEMENT_CANDIDATES, POLICIES, SCHEDULES, Schedule
 from ..plan.parallel_plan import StorageSettings
@@ -81,8 +82,8 @@ class PlanningProblem:
     # module -> sizes and settings of ZeRO, master weights and offloading set by the user, such as
     # `{"language_model": {"tp_size": 4}}`
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # module -> whether its activations are recomputed; both are tried by default
-    checkpointing: Mapping[str, bool] = field(default_factory=dict)
+    # module -> what its layers recompute; all and nothing are tried by default
+    checkpointing: Mapping[str, Checkpointing] = field(default_factory=dict)
     zero_stages: tuple[int, ...] = SEARCHED_STAGES  # to choose from
     # optimizer state and frozen weights may be put into host memory where the user leaves that open; the device has to
     # say how large and how fast it is

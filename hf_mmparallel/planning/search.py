@@ -19,6 +19,7 @@ from ..cost.layers import data_gradients
 from ..cost.sharded_passes import GATHERS_IN_PASSES
 from ..cost.step_planner import Prediction
 from ..plan import ModuleSpec
+from ..plan.checkpointing import SELECTIVE
 from ..plan.methods import POLICIES
 from ..plan.parallel_plan import ShardingSettings, StorageSettings
 from ..plan.plugin import STORAGE
@@ -348,13 +349,13 @@ def _possible(problem: PlanningProblem, name: str, module: ModuleSpec) -> list[s
     """What of a module can be put into host memory: frozen layers, and the optimizer of trained parameters."""
     given = problem.fixed.get(name, {})
     in_layers = [p for p in module.parameters if 0 <= p.layer < module.num_layers]
-    result = []
-    is_frozen = bool(in_layers) and not any(p.trainable for p in in_layers)
+    result, is_selective = [], problem.checkpointing.get(name) == SELECTIVE
+    is_frozen = bool(in_layers) and not is_selective and not any(p.trainable for p in in_layers)
     if is_frozen and "offload_params" not in given and given.get("zero_stage") != GATHERS_IN_PASSES:
         result.append("offload_params")
     if any(p.trainable for p in module.parameters) and "offload_optimizer" not in given:
         result.append("offload_optimizer")
-    if "offload_activations" not in given and data_gradients(problem.spec)[name][-1]:
+    if "offload_activations" not in given and not is_selective and data_gradients(problem.spec)[name][-1]:
         result.append("offload_activations")
     return result
 

@@ -13,6 +13,7 @@ from ..cost.devices import PEAK_OF_DTYPE
 from ..cost.layers import PACKED_ATTENTION
 from ..cost.stage_memory import GIB, gib_text
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, MultimodalParallelPlugin, PlannedFor
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from ..plan.methods import ARRANGEMENTS, SCHEDULES, Schedule
 from ..plan.plugin import reject_unknown_keys
 from .argument_types import positive
@@ -50,12 +51,12 @@ class Settings:
     memory_limit_gib: float | None = None  # of a rank
     dtype: str = PlannedFor.dtype  # of computation
     fused_kernels: bool = False  # whether norms and activation functions are one kernel each, see `OURS_FUSED`
-    recomputed: bool | None = None  # whether all modules recompute activations, if that is given
+    recomputed: Checkpointing | None = None  # what all modules recompute, if that is given
     # layouts and settings of modules that are given
     plugin: MultimodalParallelPlugin = field(default_factory=MultimodalParallelPlugin)
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # module -> its given sizes
-    # module -> whether activations are recomputed, if that is given
-    checkpointing: Mapping[str, bool] = field(default_factory=dict)
+    # module -> what its layers recompute, if that is given
+    checkpointing: Mapping[str, Checkpointing] = field(default_factory=dict)
 
     @classmethod
     def of(cls, args: argparse.Namespace, **layout: Any) -> Settings:
@@ -219,7 +220,7 @@ CHANGES: Mapping[str, Callable[[str], Any]] = {
     "dtype": _name_in(list(PEAK_OF_DTYPE)),
     "packing": _flag,
     "fused_kernels": _flag,
-    "recomputed": _flag,
+    "recomputed": lambda text: SELECTIVE if text == SELECTIVE else _flag(text),
     **dict.fromkeys(FIGURES, _positive_number),
 }
 

@@ -20,6 +20,7 @@ from ..cost.stage_memory import GIB
 from ..data.randomness import seeded
 from ..data.streams import StreamWindow, is_stream
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
+from ..plan.checkpointing import Checkpointing
 from ..plan.methods import arrangement_name
 from ..plan.plugin import OTHER_SIZES, SIZES, ZERO_STAGES
 from ..plan.resolve import check_plan, check_trained, check_world_size
@@ -251,16 +252,17 @@ def _with_own_host(costs: CostModel) -> CostModel:
 
 def _checkpointing(
     prepared: PreparedModel, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
-) -> dict[str, bool]:
-    """Module -> whether activations are recomputed, where that is set."""
-    if args.activation_checkpointing:
-        return dict.fromkeys(prepared.spec.modules, True)
+) -> dict[str, Checkpointing]:
+    """Module -> what its layers recompute, where that is set."""
     key = "activation_checkpointing"
-    return {
+    own: dict[str, Checkpointing] = {
         name: module.activation_checkpointing
         for name, module in plugin.modules.items()
         if module.activation_checkpointing or key in module.named
     }
+    if not args.activation_checkpointing:
+        return own
+    return {name: own.get(name) or True for name in prepared.spec.modules}
 
 
 def training_samples(sizes: TrainingSizes, batch: int) -> Samples:

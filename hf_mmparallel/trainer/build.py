@@ -50,6 +50,7 @@ from ..plan import (
     StorageSettings,
     plan_for_model,
 )
+from ..plan.checkpointing import SELECTIVE, Checkpointing
 from ..plan.other_configs import mesh_settings, num_ranks
 from ..plan.plugin import reject_unknown_keys
 from ..plan.resolve import as_trained
@@ -150,9 +151,10 @@ def prepare_single_process(model: PreTrainedModel, plugin: MultimodalParallelPlu
         plan_for_model(plugin, spec, 1)  # its checks
     for name in spec.modules:
         settings = [plugin.modules.get(name), plugin.plan.modules.get(name) if plugin.plan else None]
-        if any(part is not None and part.activation_checkpointing for part in settings):
+        again = next(filter(None, (part and part.activation_checkpointing for part in settings)), False)
+        if again:
             tower: Any = base.get_submodule(spec.modules[name].tower)
-            tower.activation_checkpointing_enable(**checkpointing_settings(args).as_arguments)
+            tower.activation_checkpointing_enable(**checkpointing_settings(args).of(again).as_arguments)
     if not configs:
         return model
     with seeded(args.seed):
@@ -543,6 +545,11 @@ def _check_compilable(plan: ParallelPlan, args: TrainingArguments) -> None:
                 f"`torch_compile=True` can't be used with `offload_activations` of `{name}`: a compiled layer decides "
                 "itself what it saves. Leave one of them out."
             )
+        if module.activation_checkpointing == SELECTIVE:
+            raise ValueError(
+                f"`torch_compile=True` can't be used with `activation_checkpointing={SELECTIVE!r}` of `{name}`: a "
+                "compiled layer decides itself what it saves. Leave one of them out."
+            )
 
 
 def recomputed(
@@ -558,13 +565,13 @@ def recomputed(
 
 
 def _recomputation(
-    recomputes: bool, storage: StorageSettings, plugin: MultimodalParallelPlugin, name: str, args: TrainingArguments
-) -> tuple[bool, bool]:
-    """Whether a module recomputes its activations, and whether it keeps what is saved in host memory."""
-    recomputes = args.activation_checkpointing or recomputes
+    own: Checkpointing, storage: StorageSettings, plugin: MultimodalParallelPlugin, name: str, args: TrainingArguments
+) -> tuple[Checkpointing, bool]:
+    """What a module recomputes, and whether it keeps what is saved in host memory."""
+    again = own or bool(args.activation_checkpointing)
     is_given = "offload_activations" in plugin.settings_of(name).named
-    by_default = recomputes and checkpointing_settings(args).offload and not is_given
-    return recomputes, storage.offload_activations or by_default
+    by_default = again is True and checkpointing_settings(args).offload and not is_given
+    return again, storage.offload_activations or by_default
 
 
 def _check_same_plan(plan: ParallelPlan, world: World) -> None:

@@ -8,18 +8,22 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_mmparallel.arrange import contiguous_step
 from hf_mmparallel.cost import analytic_costs
-from hf_mmparallel.cost.activations import LayerShape, Precision, saved_activations
+from hf_mmparallel.cost.activations import LayerShape, Precision, kept_activations, saved_activations
+from hf_mmparallel.cost.layers import OURS, OURS_FUSED, Engine
 from hf_mmparallel.cost.memory import activation_sizes
-from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling import build_model_spec, prepare
+from hf_mmparallel.modeling.compiled_layers import Compilation, compile_layers
 from hf_mmparallel.modeling.sequence_parallel import keep_rows_split
 from hf_mmparallel.modeling.spec import activation_copies
 from hf_mmparallel.modeling.tensor_parallel import apply_module_tp
 from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParameterSpec, ParameterUse, SampleSizes, resolve_plan
+from hf_mmparallel.plan.checkpointing import SELECTIVE
 from tests.cost.models import PLAIN, text_model
 from tests.distributed import run_distributed
 
@@ -80,7 +84,9 @@ def saved_by_autograd(model: Any, is_uneven: bool = False, is_cast: bool = False
     return result
 
 
-def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size: int = 1) -> dict[int, float]:
+def predicted(
+    model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size: int = 1, engine: Engine = OURS
+) -> dict[int, float]:
     """Layer -> bytes, as derived from the model's description."""
     spec = build_model_spec(model)
     part = spec.language_model
@@ -88,7 +94,7 @@ def predicted(model: Any, value_bytes: int = 4, is_uneven: bool = False, tp_size
     squares = SAMPLES * LENGTH**2 if is_uneven or part.attention == "eager" else 0
     precision = Precision.of(part, value_bytes)
     kept = {
-        index: saved_activations(part, spec.uses[part.name, index], index, precision, tp_size)(tokens, squares)
+        index: saved_activations(part, spec.uses[part.name, index], index, precision, tp_size, engine)(tokens, squares)
         for index in range(part.num_layers + 1)
     }
     kept[part.num_layers] += 4 * model.config.vocab_size * tokens  # of the loss
@@ -118,6 +124,53 @@ def test_a_frozen_layer_keeps_nothing_of_what_its_matrices_take(family):
     check(model.requires_grad_(False), 0.06)
     frozen = predicted(model)
     assert all(frozen[index] < 0.8 * trained[index] for index in (0, 1))
+
+
+@pytest.mark.parametrize(("family", "freeze"), [("llama", False), ("qwen3", True)])
+def test_a_compiled_layer_keeps_what_its_norms_and_activation_functions_read(family, freeze):
+    model = build(family).bfloat16().requires_grad_(not freeze)
+    compile_layers(model.get_decoder().layers, Compilation("aot_eager"))
+    saved_by_autograd(model)  # compiles
+    expected, eager = predicted(model, 2, engine=OURS_FUSED), predicted(model, 2)
+    assert expected[1] == pytest.approx(saved_by_autograd(model)[1], rel=1e-3)
+    assert expected[1] < 0.8 * eager[1]
+
+
+def kept_by_operations(model: Any, monkeypatch: pytest.MonkeyPatch, is_cast: bool) -> int:
+    """Bytes that the second layer keeps of its operations, which its backward takes from there."""
+    modes, contexts = [], prepare.create_selective_checkpoint_contexts
+    monkeypatch.setattr(
+        prepare, "create_selective_checkpoint_contexts", lambda keeps: modes.append(contexts(keeps)) or modes[-1]
+    )
+    part = build_model_spec(model).language_model
+    prepare.enable_checkpointing(model, part.tower, part.stack, prepare.Recomputation().of(SELECTIVE))
+    ids = torch.randint(1, 300, (SAMPLES, LENGTH))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+        loss = model(inputs_embeds=model.get_input_embeddings()(ids).requires_grad_(), labels=ids).loss
+
+    def held() -> list[torch.Tensor]:
+        leaves = (getattr(leaf, "val", None) for leaf in tree_leaves(modes[1][0].storage))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held()}
+    loss.backward()
+    assert len(held()) < len(kept) / 2  # of the last products, which nothing is computed from again
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("llama", "autocast"), ("llama", "eager"), ("qwen3", "adapters"), ("phi3", ""), ("qwen3_moe", "")],
+)
+def test_a_layer_that_recomputes_all_but_products_keeps_their_outputs(family, kind, monkeypatch):
+    model: Any = build(family, **({"attn_implementation": kind} if kind == "eager" else {}))
+    if kind == "adapters":
+        model = inject_adapter_in_model(LoraConfig(r=8, target_modules="all-linear"), model)
+    part = build_model_spec(model).language_model
+    precision = Precision.of(part, 2 if kind == "autocast" else 4)
+    kept, _ = kept_activations(part, build_model_spec(model).uses[part.name, 1], precision, 1)
+    found = kept_by_operations(model, monkeypatch, kind == "autocast")
+    assert kept(SAMPLES * LENGTH, 0) == pytest.approx(found, rel=1e-6)
 
 
 def test_a_module_of_which_some_layers_are_trained():

@@ -116,6 +116,8 @@ def test_backward_costs_what_is_trainable_and_what_lies_behind_it():
     head = HEAD * (tokens * TOKEN_MS + READ_MS)  # is not computed again, nor is what comes before the layers
     head += tokens * (2 * (HIDDEN + VOCABULARY) + LOSS_BYTES + LOOKUP_BYTES) * BYTE_MS
     assert again(BACKWARD) == pytest.approx(data + cost(FORWARD) - head)
+    kept = cost_of(model((LANGUAGE_MODEL,)), language_model=ModulePlugin(activation_checkpointing="selective"))
+    assert kept(BACKWARD) == pytest.approx(data + tokens * LAYERS * LAYER_BYTES * BYTE_MS)
     # Of a frozen tower only the projector behind it runs backwards, for its weights alone.
     cost = cost_of(model(("vision",)))
     projector = HIDDEN * HIDDEN * (14 * TOKEN_MS + WRITTEN_MS) + 14 * 2 * 2 * HIDDEN * BYTE_MS

@@ -100,6 +100,15 @@ def test_checkpointing_keeps_inputs_and_one_layer_while_it_runs():
     assert more >= 100 * LAYER and again.backward_bytes(held, False) < whole.backward_bytes(held, False)
 
 
+def test_selective_checkpointing_keeps_outputs_of_products_and_of_attention_too():
+    vision = stages_of(model(), vision=ModulePlugin(activation_checkpointing="selective"))["vision", 0, 0]
+    outputs = 2 * (4 * HIDDEN + WIDE + HIDDEN) + 2 * HIDDEN + 4 * 4  # and of attention, with a sum of each head
+    assert vision.saved[1:-2].sum() == LAYERS * (2 * HIDDEN + outputs)
+    held = np.array([0.0, 100.0, 1.0])
+    more = vision.backward_bytes(held, False) - vision.saved_bytes(held)
+    assert more >= 100 * (LAYER - 2 * (WIDE + HIDDEN) - 4 * 4)  # the other values that a backward reads
+
+
 @pytest.mark.parametrize(("again", "of_layer"), [(False, LAYER), (True, 2 * HIDDEN)])
 def test_activations_in_host_memory_are_those_of_all_layers_but_two(again: bool, of_layer: int):
     settings = {"activation_checkpointing": again}

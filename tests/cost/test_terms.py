@@ -16,6 +16,7 @@ from hf_mmparallel.cost.layers import Engine
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.loading import build_on_meta
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan
+from hf_mmparallel.plan.checkpointing import SELECTIVE
 from hf_mmparallel.schedule import Task
 from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests import tiny
@@ -68,6 +69,10 @@ def test_recomputation_launches_the_forward_again():
     tables = [layer_table(costs_on(LAUNCHING), LANGUAGE_MODEL, 1, recomputed) for recomputed in (False, True)]
     plain, again = (table.launched_ms(backward) for table in tables)
     assert again[1:-1] == pytest.approx(2 * plain[1:-1]) and again[-1] == plain[-1]
+    selective = layer_table(costs_on(LAUNCHING), LANGUAGE_MODEL, 1, SELECTIVE)  # whose operations pass through Python
+    for kind, before in zip(WHOLE_PASSES, (0.0, plain[1:-1]), strict=True):
+        forward = tables[0].launched_ms(WHOLE_PASSES[0])[1:-1]
+        assert (selective.launched_ms(kind)[1:-1] - before > 2 * forward).all()
     frozen = costs_on(LAUNCHING, all_frozen())
     assert layer_table(frozen, LANGUAGE_MODEL).launched_ms(backward).tolist() == [0.0] * (LAYERS + 2)
 

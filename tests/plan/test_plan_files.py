@@ -28,12 +28,12 @@ from tests.plan.specs import model_spec, specs_and_plans
 SPEC = model_spec()
 PLUGIN = MultimodalParallelPlugin(
     {
-        "vision": ModulePlugin(dp_size=2, freeze="tower"),
+        "vision": ModulePlugin(dp_size=2, freeze="tower", activation_checkpointing="selective"),
         LANGUAGE_MODEL: ModulePlugin(tp_size=2, layers_per_stage=[1, 3], activation_checkpointing=True),
     }
 )
 DICT = {
-    "vision": {"dp_size": 2, "freeze": "tower"},
+    "vision": {"dp_size": 2, "freeze": "tower", "activation_checkpointing": "selective"},
     LANGUAGE_MODEL: {"pp_size": 2, "tp_size": 2, "layers_per_stage": [1, 3], "activation_checkpointing": True},
 }
 PLAN = resolve_plan(SPEC, PLUGIN.modules, num_microbatches=3, schedule="gpipe")
@@ -192,7 +192,9 @@ def test_what_is_no_plugin_is_a_sentence(value, message):
         ({"tp_size": 2.0}, "`tp_size=2.0`"),
         ({"pp_size": True}, "`pp_size=True`"),
         ({"cp_size": 0}, "`cp_size=0`"),
-        ({"activation_checkpointing": 1}, "`activation_checkpointing` is `1`; it must be `true` or `false`"),
+        ({"activation_checkpointing": 1}, "is `1`; it must be `true`, `false` or `selective`"),
+        ({"activation_checkpointing": "selective", "cp_size": 2}, "can't be used with `cp_size=2`: attention over"),
+        ({"activation_checkpointing": "selective", "offload_activations": True}, "with `offload_activations=True`"),
         ({"cp_size": 2, "cp_method": "ltp"}, "no `ltp`. Did you mean `lpt`"),
         ({"cp_size": 2, "cp_mode": "rows"}, "no `rows`. Did you mean `row`"),
         ({"cp_size": 2, "cp_block": 0}, "`cp_block=0`"),

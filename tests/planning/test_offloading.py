@@ -9,10 +9,11 @@ import pytest
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan
+from hf_mmparallel.plan.checkpointing import SELECTIVE
 from hf_mmparallel.plan.layout import ModuleLayout
 from hf_mmparallel.plan.parallel_plan import StorageSettings
 from hf_mmparallel.planning.problem import Candidate, PlanningProblem
-from hf_mmparallel.planning.search import search_plans
+from hf_mmparallel.planning.search import offloading_problems, search_plans
 from tests.cost.models import LAYERS, PLAIN
 
 from .test_search import BOTH, ONE_ORDER, answers, problem_of
@@ -89,6 +90,14 @@ def test_activations_go_to_the_host_where_they_do_not_fit():
     small = replace(asked, costs=replace(asked.costs, device=replace(asked.costs.device, host_memory_gib=0.01)))
     with pytest.raises(ValueError, match="fits"):
         search_plans(small)
+
+
+def test_what_products_gave_stays_on_the_device_where_the_rest_is_recomputed():
+    asked = replace(question(checkpointing=dict.fromkeys(BOTH, SELECTIVE)), memory_bytes=2.0**36)
+    layouts = search_plans(asked).best.candidate.layouts.values()
+    assert {(own.activation_checkpointing, own.cp_size) for own in layouts} == {(SELECTIVE, 1)}
+    flags = {key for own in offloading_problems(asked) for given in own.fixed.values() for key in given}
+    assert "offload_optimizer" in flags and not flags & {"offload_params", "offload_activations"}
 
 
 def test_memory_that_forces_a_slower_layout():

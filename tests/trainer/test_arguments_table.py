@@ -242,6 +242,12 @@ def test_compiled_layers_that_do_not_decide_what_they_save_are_refused():
     plugins = {name: ModulePlugin.from_dict({**own, "offload_activations": False}) for name, own in given.items()}
     plugin = MultimodalParallelPlugin(plugins)
     build.plan_and_batch(plugin, model_spec(), args)
+    kept = MultimodalParallelPlugin({**plugins, "vision": ModulePlugin(activation_checkpointing="selective")})
+    with pytest.raises(ValueError, match="can't be used with `activation_checkpointing='selective'` of `vision`"):
+        build.plan_and_batch(kept, model_spec(), args)
+    args.torch_compile = False  # and what all modules recompute changes nothing of it
+    vision = build.plan_and_batch(kept, model_spec(), args)[0].modules["vision"]
+    assert vision.activation_checkpointing == "selective" and not vision.storage.offload_activations
     for words in ("`split_backward` of a module", "`torch_compile` with `offload_activations`"):
         assert words in REFUSED_IN_DOCS
 
