@@ -26,6 +26,7 @@ from .expert_parallel import experts_of
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
 from .shared_tokens import can_share_tokens
+from .state_heads import state_widths
 from .tensor_parallel import with_tp_dims
 from .unowned import hidden_of, identity_layer, whole_shape
 
@@ -446,6 +447,7 @@ def _module_spec(
         ),
         windows=attention_windows(config, len(layers)),
         layer_kinds=layer_kinds(model, layers),
+        state_widths=state_widths(model, layers, hidden_size) if name == LANGUAGE_MODEL else (),
         hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
         balances_experts=name == LANGUAGE_MODEL and has_router_loss(model),
         shares_tokens=bool(features) and part.generator is None and can_share_tokens(tower, layers),

@@ -118,6 +118,9 @@ class ModuleSpec:
     windows: tuple[int, ...] = ()
     # how the tokens of a sample reach each other in each layer; empty if all layers attend
     layer_kinds: tuple[LayerKind, ...] = ()
+    # values of a token that the heads of a layer with a state take and give, `None` where ranks can't share its heads;
+    # empty if they can in no layer
+    state_widths: tuple[int | None, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
     # whether the ranks of a cp group can share the tokens of an image or a clip, or have whole ones only
