@@ -127,34 +127,35 @@ class SharedHeads:
     def _convolve(self, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """A convolution of `[1, C, L]`, whose weight is the second argument, or has a name."""
         own_LC, others = args[0][0].T, args[1:]
-        runs = self.samples.runs((others[0] if others else kwargs["weight"]).shape[-1] - 1)
-        device = own_LC.device
+        device, weight = own_LC.device, others[0] if others else kwargs["weight"]
+        runs = self.samples.on(device, self.samples.runs(weight.shape[-1] - 1))
         parts = [own_LC]
         if not runs.is_complete:
-            sent = own_LC[runs.wanted.to(device)]
+            sent = own_LC[runs.wanted]
             exchange = self._anchor(device), self.samples.group, runs.sent, runs.received, layout_of([own_LC]), sent
             parts += RowExchange.apply(*exchange)  # type: ignore[misc]
-        rows = torch.cat([*parts, own_LC.new_zeros(1, own_LC.shape[1])])[runs.row.to(device)]
-        output = function(rows.T[None].contiguous(), *others, **kwargs)[0].T[runs.place.to(device)]
-        return output.new_zeros(own_LC.shape).index_copy(0, runs.token.to(device), output).T[None]
+        rows = torch.cat([*parts, own_LC.new_zeros(1, own_LC.shape[1])])[runs.row]
+        output = function(rows.T[None].contiguous(), *others, **kwargs)[0].T[runs.place]
+        return output.new_zeros(own_LC.shape).index_copy(0, runs.token, output).T[None]
 
     def scan(self, call: ScanCall) -> Tensor:
         """The output `[L, H, ...]` of a scan."""
-        rows, spread = call.rows, self.samples.spread
+        rows = call.rows
         main = next(value for name, value in rows.items() if name in _OF_HEADS)
+        spread = self.samples.on(main.device, self.samples.spread)
         num_tokens, num_heads = main.shape[:2]
         groups = next((value.shape[1] for name, value in rows.items() if name in _OF_GROUPS), num_heads)
         ranges = head_ranges(num_heads, groups, spread.counts)
-        heads, device = ranges[self.samples.rank], main.device
+        heads = ranges[self.samples.rank]
         outputs: list[tuple[Tensor, Tensor]] = []
         if spread.own_lengths or heads.start == heads.stop:
-            own = spread.own.to(device)
+            own = spread.own
             whole = {name: value[own] if len(own) else torch.zeros_like(value[:1]) for name, value in rows.items()}
             output = call.compute(whole, slice(None), spread.own_lengths or [1])
             outputs.append((own, output[: len(own)]))
         if spread.lengths:
             output = self._scan_spread(call, rows, ranges, groups, outputs)
-            outputs.append((spread.sent.to(device), output))
+            outputs.append((spread.sent, output))
         result = outputs[0][1].new_zeros(num_tokens, num_heads, *outputs[0][1].shape[2:])
         for tokens, output in outputs:
             result = result.index_copy(0, tokens, output)
@@ -169,25 +170,23 @@ class SharedHeads:
         outputs: Sequence[tuple[Tensor, Tensor]],  # of other samples, if this rank has no heads
     ) -> Tensor:
         """The output of the tokens that this rank has of samples on several ranks, `[n, H, ...]`."""
-        spread, rank = self.samples.spread, self.samples.rank
-        heads = ranges[rank]
-        num_heads, device = ranges[-1].stop, next(iter(rows.values())).device
+        rank, num_heads, device = self.samples.rank, ranges[-1].stop, next(iter(rows.values())).device
+        heads, spread = ranges[rank], self.samples.on(device, self.samples.spread)
         of_ranks = [
             {n: of if n in _OF_HEADS else _groups_of(of, num_heads // num_groups) for n in rows} for of in ranges
         ]
-        sent, place = spread.sent.to(device), spread.place.to(device)
-        travelling = {name: value[sent] for name, value in rows.items()}
+        travelling = {name: value[spread.sent] for name, value in rows.items()}
         parts = [[travelling[name][:, of] for name, of in units.items()] for units in of_ranks]
         shapes = [[(count, *part.shape[1:]) for part in parts[rank]] for count in spread.counts]
         arrived = self._exchange(parts, shapes, self._anchor(device))
-        whole = {name: torch.cat(of)[place] for name, of in zip(rows, zip(*arrived, strict=True), strict=True)}
+        whole = {name: torch.cat(of)[spread.place] for name, of in zip(rows, zip(*arrived, strict=True), strict=True)}
         if heads.start == heads.stop:
             output = next(value for name, value in whole.items() if name in _OF_HEADS).to(outputs[0][1].dtype)
             output = output.reshape(len(output), 0, *outputs[0][1].shape[2:])
         else:
             output = call.compute(whole, heads, spread.lengths)
-        back = torch.empty_like(output).index_copy(0, place, output)
-        shapes = [[(len(sent), of.stop - of.start, *output.shape[2:])] for of in ranges]
+        back = torch.empty_like(output).index_copy(0, spread.place, output)
+        shapes = [[(len(spread.sent), of.stop - of.start, *output.shape[2:])] for of in ranges]
         returned = self._exchange([[part] for part in back.split(spread.counts)], shapes, None)
         return torch.cat([part for (part,) in returned], dim=1)
 
@@ -226,11 +225,11 @@ def head_ranges(num_heads: int, num_groups: int, counts: Sequence[int]) -> list[
     return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
 
 
-def _groups_of(heads: slice, ratio: int) -> list[int]:
-    """The groups of some heads, each once if all have equally many of these heads, else once for each head."""
-    of_heads = [head // ratio for head in range(heads.start, heads.stop)]
-    groups = [*dict.fromkeys(of_heads)]
-    return groups if len({of_heads.count(group) for group in groups}) < 2 else of_heads
+def _groups_of(heads: slice, ratio: int) -> slice | list[int]:
+    """The groups of some heads, each once if these are all heads of some or heads of one, else once for each head."""
+    groups = slice(heads.start // ratio, -(-heads.stop // ratio) if heads.stop > heads.start else heads.start // ratio)
+    is_even = groups.stop - groups.start < 2 or not (heads.start % ratio or heads.stop % ratio)
+    return groups if is_even else [head // ratio for head in range(heads.start, heads.stop)]
 
 
 _SHARED: ContextVar[SharedHeads | None] = ContextVar("shared_heads", default=None)

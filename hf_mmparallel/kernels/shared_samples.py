@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from .._device import to_device
 from .bitfield_attention.words import decode_words
 from .row_exchange import RowExchange, layout_of
 
@@ -60,6 +61,9 @@ class _Runs:
     is_complete: bool  # whether no rank needs a token of another
 
 
+_Indices = TypeVar("_Indices", _Exchange, _Spread, _Runs)
+
+
 @dataclass(frozen=True, eq=False)
 class SharedSamples:
     """The samples of a row, and the ranks that share its tokens."""
@@ -68,7 +72,7 @@ class SharedSamples:
     order: Tensor  # int64 [R, L], index in the row of each token of each rank; -1 for padding
     rank: int
     group: Any  # `torch.distributed.ProcessGroup` of the ranks
-    _runs: dict[int, _Runs] = field(default_factory=dict)
+    _known: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def _places(self) -> NDArray:
@@ -131,9 +135,17 @@ class SharedSamples:
 
     def runs(self, num_before: int) -> _Runs:
         """The runs of this rank's tokens, each behind so many tokens before it; computed once for all layers."""
-        if num_before not in self._runs:
-            self._runs[num_before] = self._make_runs(num_before)
-        return self._runs[num_before]
+        if num_before not in self._known:
+            self._known[num_before] = self._make_runs(num_before)
+        return self._known[num_before]
+
+    def on(self, device: torch.device, indices: _Indices) -> _Indices:
+        """The indices on a device, to which they are sent once for all layers."""
+        key = id(indices), device
+        if key not in self._known:
+            tensors = {name: value for name, value in vars(indices).items() if isinstance(value, Tensor)}
+            self._known[key] = replace(indices, **to_device(tensors, device))
+        return self._known[key]
 
     def _make_runs(self, num_before: int) -> _Runs:
         num_ranks, num_tokens = self._places.shape
@@ -192,12 +204,13 @@ class SharedSamples:
             values (*pytree*): Among them tensors of the tokens of this rank.
             has_backward (`bool`): Whether some rank runs a backward, so that all have to.
         """
-        exchange, num_tokens = self.exchange, self.order.shape[1]
+        num_tokens = self.order.shape[1]
         leaves, structure = tree_flatten(values)
         places = [i for i, v in enumerate(leaves) if isinstance(v, Tensor) and v.shape[:2] == (1, num_tokens)]
         own, device = [leaves[i][0].flatten(1) if leaves[i].dim() > 2 else leaves[i].T for i in places], None
         device = own[0].device
-        token, place = exchange.token.to(device), exchange.place.to(device)
+        exchange = self.on(device, self.exchange)
+        token, place = exchange.token, exchange.place
         anchor = torch.zeros(0, device=device, requires_grad=True) if has_backward else None
         sent = [tensor[token] for tensor in own]
         arrived = RowExchange.apply(anchor, self.group, exchange.sent, exchange.received, layout_of(own), *sent)

@@ -152,6 +152,11 @@ class ModuleSpec:
         """Whether a layer carries a state or a convolution from token to token."""
         return bool(self.layer_kinds) and self.layer_kinds[layer] in ("state", "both")
 
+    def moved_values(self, layer: int) -> int:
+        """Values of a token that travel to its heads, or with its sample, and back, if ranks share a row."""
+        width = self.state_widths[layer] if self.state_widths else None
+        return (2 * self.hidden_size if width is None else width) if self.carries_state(layer) else 0
+
     @property
     def needed_windows(self) -> tuple[int, ...]:
         """Tokens that each one has to reach in each layer, 0 for the whole sequence; empty if all reach that."""
