@@ -75,7 +75,7 @@ class ContextSharder:
     placeholders: Mapping[str, int]  # modality -> id of its placeholder token
     media: frozenset[str]  # inputs of encoders in a batch, which have no token dimension
     costs: ContextCosts | None = None  # of a layer, for the choice of a mode; the same on all ranks
-    windows: Mapping[int, int] | None = None  # sliding window in tokens, 0 for none -> layers that have it
+    windows: Mapping[int, int] | None = None  # see [`~ModuleSpec.attention_windows`]
 
     @property
     def settings(self) -> ContextSettings:
@@ -179,14 +179,6 @@ def _mean_bounds(mask: BitfieldMask, windows: Mapping[int, int]) -> tuple[Tensor
     last = lasts.amax(0)  # a window only bounds how far a token looks back
     layers = torch.tensor(list(windows.values()))[:, None]
     return last + 1 - ((lasts - firsts + 1) * layers).sum(0) // layers.sum(), last
-
-
-def layer_windows(config: Any, num_layers: int) -> dict[int, int]:
-    """The sliding windows of a language model's layers: tokens, 0 for none -> number of layers."""
-    window = getattr(config, "sliding_window", None) or 0
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
-    sliding = list(types).count("sliding_attention") if window else 0
-    return {size: count for size, count in ((0, num_layers - sliding), (window, sliding)) if count}
 
 
 def shard_row(

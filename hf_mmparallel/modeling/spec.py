@@ -471,14 +471,17 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
     if full_layers is not None and _setting(config, "window_size"):
         window = (config.window_size // config.patch_size) ** 2
         return tuple(0 if layer in full_layers else window for layer in range(num_layers))
-    # configs of language models list the sliding layers or have one window for all
+    # configs of language models list the layers of each type or have one window for all
     window = _setting(config, "sliding_window", combine=lambda *windows: windows)
     if isinstance(window, tuple):
         return tuple(own or 0 for own in window)
-    if not isinstance(window, int):
-        return ()
+    # a chunk counts as a window of half of it: far into a sample, the mean token sees as many
+    sizes = {
+        "sliding_attention": window or 0,
+        "chunked_attention": (_setting(config, "attention_chunk_size") or 0) // 2,
+    }
     kinds = _setting(config, "layer_types") or ["sliding_attention"] * num_layers
-    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    windows = tuple(sizes.get(kind, 0) for kind in kinds)
     return windows if len(windows) == num_layers and any(windows) else ()
 
 

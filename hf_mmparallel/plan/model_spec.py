@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -162,6 +163,12 @@ class ModuleSpec:
         """Tokens that each one has to reach in each layer, 0 for the whole sequence; empty if all reach that."""
         windows = self.windows or (0,) * self.num_layers if self.layer_kinds else self.windows
         return tuple(own if self.attends(layer) else STATE_CHUNK for layer, own in enumerate(windows))
+
+    @property
+    def attention_windows(self) -> dict[int, int]:
+        """Attention window in tokens, 0 for the whole sequence -> number of layers that have it."""
+        windows = self.windows or (0,) * self.num_layers
+        return dict(Counter(own for layer, own in enumerate(windows) if self.attends(layer)))
 
     def window(self, layer: int) -> int:
         """Attention window of a layer in tokens, 0 for the whole sequence."""

@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from hf_mmparallel.data.context_tokens import (
     ContextSharding,
     cut_row,
     layer_costs,
-    layer_windows,
     shard_row,
 )
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
@@ -159,19 +157,6 @@ def test_sliding_windows_count_in_the_work_of_a_block():
     assert windowed.sum() == pytest.approx(16 * 2 * 1.3 - 1.3)
     alone, same = cut_row(words, 2, 16), cut_row(words, 2, 16, windows={0: 3})
     assert (alone.order == same.order).all() and (alone.work == same.work).all()
-
-
-@pytest.mark.parametrize(
-    ("config", "windows"),
-    [
-        (transformers.LlamaConfig(), {0: 6}),
-        (transformers.MistralConfig(sliding_window=64), {64: 6}),
-        (transformers.Qwen2Config(use_sliding_window=False, sliding_window=64, num_hidden_layers=6), {0: 6}),
-        (transformers.Gemma3TextConfig(sliding_window=64, num_hidden_layers=6), {0: 1, 64: 5}),
-    ],
-)
-def test_windows_of_layers_come_from_the_config(config, windows):
-    assert layer_windows(config, 6) == windows
 
 
 def test_costs_of_a_layer_are_those_of_one_rank():
