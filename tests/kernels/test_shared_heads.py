@@ -36,6 +36,7 @@ MIXERS = {
     "state space of groups": mixer_of("BambaForCausalLM", mamba_n_groups=2),
     "state space of channels": mixer_of("JambaForCausalLM"),
     "convolution": mixer_of("Lfm2ForCausalLM"),
+    "two dtypes": mixer_of("Qwen3_5ForCausalLM").bfloat16(),  # decays are in float32
 }
 
 
@@ -46,6 +47,11 @@ def alone(mixer: nn.Module, hidden: Tensor, lengths: list[int]) -> tuple[Tensor,
     output.square().sum().backward()
     assert hidden.grad is not None
     return output.detach(), hidden.grad, gradients(mixer)
+
+
+def tokens_of(mixer: nn.Module, lengths: list[int], seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(lengths), WIDTH, generator=generator).to(next(mixer.parameters()).dtype)
 
 
 def gradients(mixer: nn.Module) -> Tensor:
@@ -90,23 +96,25 @@ def over_ranks(
     st.integers(0, 99),
 )
 def test_each_sample_is_as_if_it_were_alone(name: str, lengths: list[int], num_ranks: int, mode: str, seed: int):
-    hidden = torch.randn(sum(lengths), WIDTH, generator=torch.Generator().manual_seed(seed))
-    expected = alone(MIXERS[name], hidden, lengths)
-    for got, wanted in zip(over_ranks(MIXERS[name], hidden, lengths, num_ranks, mode), expected, strict=True):
-        assert (got - wanted).norm() <= 1e-5 * wanted.norm()
+    mixer, hidden = MIXERS[name], tokens_of(MIXERS[name], lengths, seed)
+    for got, wanted in zip(
+        over_ranks(mixer, hidden, lengths, num_ranks, mode), alone(mixer, hidden, lengths), strict=True
+    ):
+        assert (got - wanted).norm() <= (1e-5 if hidden.dtype == torch.float32 else 1e-2) * wanted.norm()
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_poisoned_neighbour_changes_no_other_sample_and_frozen_ranks_take_part(name: str):
     lengths = [26, 5, 9, 21]
-    hidden = torch.randn(sum(lengths), WIDTH)
+    hidden = tokens_of(MIXERS[name], lengths)
     expected = alone(MIXERS[name], hidden, lengths)
     hidden[26:31] = torch.nan
     output, of_states, _ = over_ranks(MIXERS[name], hidden, lengths, 3, "row")
     for got, wanted in zip((output, of_states), expected, strict=False):
         assert got[26:31].isnan().all()
         for part in (slice(0, 26), slice(31, None)):
-            torch.testing.assert_close(got[part], wanted[part], rtol=1e-4, atol=1e-6)
+            tolerance = 1e-5 if hidden.dtype == torch.float32 else 1e-2
+            assert (got[part] - wanted[part]).norm() <= tolerance * wanted[part].norm()
     hidden[26:31] = 0.0
     partly = over_ranks(MIXERS[name], hidden, lengths, 3, "row", trained=False)
     assert not partly[2].any() and partly[1].any()
