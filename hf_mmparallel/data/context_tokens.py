@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -208,13 +208,15 @@ def shard_row(
 
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
-    """Costs of a layer of the language model on one rank."""
+    """Costs of the mean layer of the language model on one rank."""
     module = costs.spec.language_model
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
     uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]
     num_active = sum(use.num_active for layer_uses in uses for use in layer_uses)
     columns = plan.modules[LANGUAGE_MODEL].replicas[0][0].cp_groups
-    return ContextCosts.of_layer(
+    attending = sum(module.attention_windows.values()) / module.num_layers
+    moved = sum(map(module.moved_values, range(module.num_layers))) / module.num_layers
+    of_attention = ContextCosts.of_layer(
         module.num_heads // tp_size,
         module.num_kv_heads // tp_size,
         module.head_width,
@@ -222,4 +224,10 @@ def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
         costs.device.flops_per_ms,
         costs.device.link_bytes_per_ms(columns[0]),
         costs.value_bytes,
+    )
+    return replace(
+        of_attention,
+        flops_per_pair=attending * of_attention.flops_per_pair,
+        bytes_per_token=attending * of_attention.bytes_per_token,
+        moved_bytes_per_token=moved * costs.value_bytes,
     )
