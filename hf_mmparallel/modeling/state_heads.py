@@ -90,6 +90,11 @@ def _width_of(mixer: nn.Module, hidden_size: int) -> int | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tried = with_values(mixer).eval()
+        for parent in [*tried.modules()]:
+            for name, part in parent.named_children():
+                if isinstance(part, nn.Linear) and type(part) is not nn.Linear:  # quantized, which needs a device
+                    plain = nn.Linear(part.in_features, part.out_features, part.bias is not None, device="meta")
+                    setattr(parent, name, with_values(plain))
         for buffer in tried.buffers():
             if buffer.is_floating_point():
                 buffer.uniform_()

@@ -57,6 +57,20 @@ def test_a_mixer_that_looks_at_other_tokens_by_itself_shares_none():
     assert widths_of(model) == ()
 
 
+def test_quantized_matrices_do_not_matter():
+    quantized = pytest.importorskip("bitsandbytes").nn
+    model = hybrids.build("BambaForCausalLM")
+    widths = widths_of(hybrids.build("BambaForCausalLM"))
+    for layer in model.get_submodule("model.layers"):  # type: ignore[union-attr]
+        if hasattr(layer, "mamba"):
+            given = layer.mamba.in_proj
+            layer.mamba.in_proj = quantized.Linear4bit(given.in_features, given.out_features, bias=False)
+            layer.mamba.in_proj.weight = quantized.Params4bit(given.weight.data, requires_grad=False)
+            layer.mamba.in_proj.to("cpu")
+            assert layer.mamba.in_proj.weight.shape != given.weight.shape
+    assert widths_of(model) == widths
+
+
 def test_kernels_that_the_cpu_does_not_have_do_not_matter(monkeypatch: pytest.MonkeyPatch):
     def fails(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise RuntimeError("a kernel for GPUs")
