@@ -95,13 +95,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def build(name: str) -> PreTrainedModel:
-    """The model of a class, always with the same weights."""
+def build(name: str, **changes: Any) -> PreTrainedModel:
+    """The model of a class, always with the same weights, with changes of its configuration."""
     cls: Any = getattr(transformers, name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if name in CONFIGS:
-            return cls(cls.config_class(**{**TEXT, **CONFIGS[name]}))
+            return cls(cls.config_class(**{**TEXT, **CONFIGS[name], **changes}))
         vision = {**tiny.DEEP_VISION, "num_position_embeddings": 16}
         experts = SHARED if "Moe" in name else {}
         text = {**TEXT, **DELTA_NET, **tiny.ROPE, **experts}

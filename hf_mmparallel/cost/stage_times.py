@@ -207,8 +207,7 @@ def _stage_cost(
     attending = [layer for layer in layers if module_spec.attends(layer)]
     received_ms = costs.value_bytes * (cp_size - 1) / cp_size / link  # of a value of each token from other ranks
     width = 2 * module_spec.num_kv_heads * module_spec.head_width / tp_size
-    # the tokens of a rank go to those of their samples and back
-    moved_ms = 2 * module_spec.hidden_size * received_ms / cp_size * sum(map(module_spec.carries_state, layers))
+    moved_ms = sum(map(module_spec.moved_values, layers)) * received_ms / cp_size
     moving: tuple[Work, ...] = ("forward", "inputs", "again")
     return replace(
         cost.plus([part for part in moving if part == "forward" or cost.does(part)], TOKEN, moved_ms),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class ContextSharder:
     placeholders: Mapping[str, int]  # modality -> id of its placeholder token
     media: frozenset[str]  # inputs of encoders in a batch, which have no token dimension
     costs: ContextCosts | None = None  # of a layer, for the choice of a mode; the same on all ranks
-    windows: Mapping[int, int] | None = None  # sliding window in tokens, 0 for none -> layers that have it
+    windows: Mapping[int, int] | None = None  # see [`~ModuleSpec.attention_windows`]
 
     @property
     def settings(self) -> ContextSettings:
@@ -181,14 +181,6 @@ def _mean_bounds(mask: BitfieldMask, windows: Mapping[int, int]) -> tuple[Tensor
     return last + 1 - ((lasts - firsts + 1) * layers).sum(0) // layers.sum(), last
 
 
-def layer_windows(config: Any, num_layers: int) -> dict[int, int]:
-    """The sliding windows of a language model's layers: tokens, 0 for none -> number of layers."""
-    window = getattr(config, "sliding_window", None) or 0
-    types = getattr(config, "layer_types", None) or ["sliding_attention"] * num_layers
-    sliding = list(types).count("sliding_attention") if window else 0
-    return {size: count for size, count in ((0, num_layers - sliding), (window, sliding)) if count}
-
-
 def shard_row(
     words: Tensor, assignment: ContextAssignment, rank: int, group: Any, device: torch.device | None = None
 ) -> SequenceShard:
@@ -216,13 +208,15 @@ def shard_row(
 
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
-    """Costs of a layer of the language model on one rank."""
+    """Costs of the mean layer of the language model on one rank."""
     module = costs.spec.language_model
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
     uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]
     num_active = sum(use.num_active for layer_uses in uses for use in layer_uses)
     columns = plan.modules[LANGUAGE_MODEL].replicas[0][0].cp_groups
-    return ContextCosts.of_layer(
+    attending = sum(module.attention_windows.values()) / module.num_layers
+    moved = sum(map(module.moved_values, range(module.num_layers))) / module.num_layers
+    of_attention = ContextCosts.of_layer(
         module.num_heads // tp_size,
         module.num_kv_heads // tp_size,
         module.head_width,
@@ -230,4 +224,10 @@ def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
         costs.device.flops_per_ms,
         costs.device.link_bytes_per_ms(columns[0]),
         costs.value_bytes,
+    )
+    return replace(
+        of_attention,
+        flops_per_pair=attending * of_attention.flops_per_pair,
+        bytes_per_token=attending * of_attention.bytes_per_token,
+        moved_bytes_per_token=moved * costs.value_bytes,
     )

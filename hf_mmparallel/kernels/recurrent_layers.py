@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
 from .bitfield_attention.context_parallel import SequenceShard
 from .bitfield_attention.words import decode_words
+from .shared_heads import SharedHeads, run_by_heads, shares_heads
+from .shared_samples import in_batches
 
 _MASKS: Mapping[str, Any] = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 # types of layers with a state along the row, by the mask that transformers gives them
@@ -60,7 +59,7 @@ def start_anew_at_samples(model: nn.Module) -> None:
         if mixers:
             layer.register_forward_pre_hook(_mask_by_samples, with_kwargs=True)
         for mixer in mixers:
-            mixer.forward = functools.partial(_run_by_samples, mixer.forward)
+            mixer.forward = functools.partial(_run_by_samples, mixer, mixer.forward)
         for module in layer.modules():
             module.__dict__[_READY] = True
 
@@ -191,7 +190,7 @@ def _on_host(key: Tensor, lengths: Callable[[], Tensor]) -> _Samples:
     return known
 
 
-def _run_by_samples(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run_by_samples(mixer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The forward of a mixer for the samples of its rows."""
     samples = kwargs.get("attention_mask")
     if not isinstance(samples, _Samples):
@@ -199,43 +198,10 @@ def _run_by_samples(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     kwargs = {name: value for name, value in kwargs.items() if name not in _OF_ROW}
     kwargs["attention_mask"] = None  # padding is a sample of its own
     kwargs |= dict.fromkeys(_CACHES & kwargs.keys())  # what follows a row continues none of its samples
-    compute, shard = functools.partial(_in_batches, forward), samples.shard
+    compute, shard = functools.partial(in_batches, forward), samples.shard
     if shard is None:
         return compute(samples, (args, kwargs))
-    return shard.samples.compute(compute, (args, kwargs), shard.has_backward and torch.is_grad_enabled())
-
-
-def _in_batches(forward: Callable[..., Any], lengths: Sequence[int], values: tuple[tuple, dict[str, Any]]) -> Any:
-    """The forward of a mixer for samples of some lengths, as batches padded at the end to the longest of each."""
-    args, kwargs = values
-    hidden = args[0] if args else next(value for value in kwargs.values() if isinstance(value, Tensor))
-    shape = hidden.shape[:2]
-
-    def is_of_tokens(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.shape[:2] == shape
-
-    def of_samples(value: Any) -> Any:
-        return value.flatten(0, 1).split(lengths) if is_of_tokens(value) else value
-
-    def batch_of(value: Any) -> Any:
-        is_cut = isinstance(value, tuple) and len(value) == len(lengths) and isinstance(value[0], Tensor)
-        return pad_sequence([value[index] for index in some], batch_first=True) if is_cut else value
-
-    results: list[Tensor] = [hidden] * len(lengths)
-    others: Any = None
-    for some in _of_like_length(lengths):
-        batch = tree_map(lambda value: batch_of(of_samples(value)), (args, kwargs))
-        result = forward(*batch[0], **batch[1])
-        output, others = (result[0], result[1:]) if isinstance(result, tuple) else (result, None)
-        for place, index in enumerate(some):
-            results[index] = output[place, : lengths[index]]
-    row = torch.cat(results).unflatten(0, shape)
-    return row if others is None else (row, *others)
-
-
-def _of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Groups of samples, of which the longest has less than twice the tokens of the shortest."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, length in enumerate(lengths):
-        groups[length.bit_length()].append(index)
-    return [groups[size] for size in sorted(groups)]
+    has_backward = shard.has_backward and torch.is_grad_enabled()
+    if shares_heads(mixer):
+        return run_by_heads(forward, SharedHeads(shard.samples, has_backward), *args, **kwargs)
+    return shard.samples.compute(compute, (args, kwargs), has_backward)

@@ -18,6 +18,7 @@ from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, paramete
 from ..plan.checkpointing import SELECTIVE, Checkpointing
 from .spec import ModulePart, inside, layers_of, module_parts, selected_layers
 from .stages import ModuleStage
+from .state_heads import share_state_heads
 from .streamed_layers import OffloadedActivations
 from .unowned import drop_unowned_parameters, identity_layer, is_unowned
 
@@ -155,6 +156,8 @@ def prepare_stages(
         if keep and plan.modules[name].activation_checkpointing:
             own = (recomputation or Recomputation()).of(plan.modules[name].activation_checkpointing)
             enable_checkpointing(model, module.tower, module.stack, own)
+    if plan.modules[LANGUAGE_MODEL].cp_size > 1:
+        share_state_heads(model, layers_of(model, spec.language_model.stack), spec.language_model.state_widths)
     for (name, _, _), stage in owned.items():
         if plan.modules[name].storage.offload_activations:
             layers = layers_of(model, spec.modules[name].stack)

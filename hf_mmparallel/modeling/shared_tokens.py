@@ -250,7 +250,7 @@ def _computes_tokens_alone(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     num_tokens, attention = hidden_of(args, kwargs).shape[-2], _ValuesOnly()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        tried = _with_values(layer)
+        tried = with_values(layer)
         whole = tree_map(partial(_few, num_tokens=num_tokens, hidden=hidden_of(args, kwargs)), (args, kwargs))
         half = tree_map(lambda value: _first_half(value, hidden_of(*whole)), whole)
         try:
@@ -264,7 +264,7 @@ def _computes_tokens_alone(layer: nn.Module, args: tuple[Any, ...], kwargs: dict
     return has_attended and torch.allclose(first[..., :length, :], second, rtol=1e-4, atol=1e-5)
 
 
-def _with_values(layer: nn.Module) -> nn.Module:
+def with_values(layer: nn.Module) -> nn.Module:
     """Copies a layer to the CPU, without hooks, for training, with values that differ in all but large matrices."""
     memo: dict[int, Any] = {}
     for module in layer.modules():  # hooks may hold process groups, which can't be copied

@@ -26,6 +26,7 @@ from .expert_parallel import experts_of
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
 from .shared_tokens import can_share_tokens
+from .state_heads import state_widths
 from .tensor_parallel import with_tp_dims
 from .unowned import hidden_of, identity_layer, whole_shape
 
@@ -446,6 +447,7 @@ def _module_spec(
         ),
         windows=attention_windows(config, len(layers)),
         layer_kinds=layer_kinds(model, layers),
+        state_widths=state_widths(model, layers, hidden_size) if name == LANGUAGE_MODEL else (),
         hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
         balances_experts=name == LANGUAGE_MODEL and has_router_loss(model),
         shares_tokens=bool(features) and part.generator is None and can_share_tokens(tower, layers),
@@ -469,14 +471,17 @@ def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:
     if full_layers is not None and _setting(config, "window_size"):
         window = (config.window_size // config.patch_size) ** 2
         return tuple(0 if layer in full_layers else window for layer in range(num_layers))
-    # configs of language models list the sliding layers or have one window for all
+    # configs of language models list the layers of each type or have one window for all
     window = _setting(config, "sliding_window", combine=lambda *windows: windows)
     if isinstance(window, tuple):
         return tuple(own or 0 for own in window)
-    if not isinstance(window, int):
-        return ()
+    # a chunk counts as a window of half of it: far into a sample, the mean token sees as many
+    sizes = {
+        "sliding_attention": window or 0,
+        "chunked_attention": (_setting(config, "attention_chunk_size") or 0) // 2,
+    }
     kinds = _setting(config, "layer_types") or ["sliding_attention"] * num_layers
-    windows = tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    windows = tuple(sizes.get(kind, 0) for kind in kinds)
     return windows if len(windows) == num_layers and any(windows) else ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -118,6 +119,9 @@ class ModuleSpec:
     windows: tuple[int, ...] = ()
     # how the tokens of a sample reach each other in each layer; empty if all layers attend
     layer_kinds: tuple[LayerKind, ...] = ()
+    # values of a token that the heads of a layer with a state take and give, `None` where ranks can't share its heads;
+    # empty if they can in no layer
+    state_widths: tuple[int | None, ...] = ()
     # whether the ranks of a tp group share the rows of norms and residuals in its layers
     sequence_parallel: bool = False
     # whether the ranks of a cp group can share the tokens of an image or a clip, or have whole ones only
@@ -149,11 +153,22 @@ class ModuleSpec:
         """Whether a layer carries a state or a convolution from token to token."""
         return bool(self.layer_kinds) and self.layer_kinds[layer] in ("state", "both")
 
+    def moved_values(self, layer: int) -> int:
+        """Values of a token that travel to its heads, or with its sample, and back, if ranks share a row."""
+        width = self.state_widths[layer] if self.state_widths else None
+        return (2 * self.hidden_size if width is None else width) if self.carries_state(layer) else 0
+
     @property
     def needed_windows(self) -> tuple[int, ...]:
         """Tokens that each one has to reach in each layer, 0 for the whole sequence; empty if all reach that."""
         windows = self.windows or (0,) * self.num_layers if self.layer_kinds else self.windows
         return tuple(own if self.attends(layer) else STATE_CHUNK for layer, own in enumerate(windows))
+
+    @property
+    def attention_windows(self) -> dict[int, int]:
+        """Attention window in tokens, 0 for the whole sequence -> number of layers that have it."""
+        windows = self.windows or (0,) * self.num_layers
+        return dict(Counter(own for layer, own in enumerate(windows) if self.attends(layer)))
 
     def window(self, layer: int) -> int:
         """Attention window of a layer in tokens, 0 for the whole sequence."""

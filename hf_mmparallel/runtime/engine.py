@@ -20,7 +20,7 @@ from .._device import clock_of
 from ..cost import CostModel, analytic_costs, find_device
 from ..cost.layers import first_backward
 from ..cost.step_planner import StepPlanner
-from ..data.context_tokens import ContextSharder, layer_costs, layer_windows
+from ..data.context_tokens import ContextSharder, layer_costs
 from ..data.item_sharding import ItemSharder, Sharder
 from ..data.randomness import stable_seed
 from ..data.step_batch import StepBatch
@@ -193,17 +193,16 @@ class ParallelEngine(nn.Module):
         """Makes the sharder of the chunks of each module with context parallelism."""
         cp_sizes = {name: module.cp_size for name, module in self.plan.modules.items() if module.cp_size > 1}
         return {
-            name: self._context_sharder(model)
+            name: self._context_sharder()
             if name == LANGUAGE_MODEL
             else ItemSharder.of(model, self.spec, self.parts[name], name, cp_size)
             for name, cp_size in cp_sizes.items()
         }
 
-    def _context_sharder(self, model: PreTrainedModel) -> ContextSharder:
+    def _context_sharder(self) -> ContextSharder:
         """Makes the sharder of the language model's microbatches."""
         media = frozenset().union(*self.encoder_inputs.values())
-        windows = layer_windows(model.config.get_text_config(), self.spec.language_model.num_layers)
-        costs = layer_costs(self.costs, self.plan)
+        costs, windows = layer_costs(self.costs, self.plan), self.spec.language_model.attention_windows
         return ContextSharder(self.plan, self.spec.placeholders, media, costs, windows)
 
     def _unused_inputs(self) -> dict[str, frozenset[str]]:

@@ -217,8 +217,11 @@ def test_rows_are_gathered_once_more_for_the_gradients_of_weights_beside_product
         assert (tables[0] - tables[1])[[PLACES["weights"], PLACES["others"]]].sum() == pytest.approx(expected)
 
 
-def test_tokens_of_layers_with_a_state_go_to_their_samples_and_back_and_no_keys_are_gathered():
-    """The same layers, of which two carry a state and so do not attend, with and without recomputation."""
+def test_tokens_of_layers_with_a_state_go_to_their_samples_or_heads_and_back_and_no_keys_are_gathered():
+    """
+    The same layers, of which two carry a state and so do not attend, with and without recomputation; then one whose
+    heads take and give half as many values.
+    """
     settings = [{"cp_size": 2, "activation_checkpointing": again} for again in (False, True)]
     kinds = [(), ("state",) * 2 + ("attention",) * (LAYERS - 2), ("both",) * LAYERS]
     plain, mixed, both = (
@@ -235,6 +238,10 @@ def test_tokens_of_layers_with_a_state_go_to_their_samples_and_back_and_no_keys_
         for kind, times in zip(WHOLE_PASSES, (1, in_backward), strict=True):
             added = both[index].work[:, 1] - plain[index].work[:, 1]
             assert sum(added[PLACES[part]] for part in kind.work) == pytest.approx(times * LAYERS * layer_ms)
+    by_heads = model(layer_kinds=kinds[1], state_widths=(HIDDEN, *(None,) * (LAYERS - 1)))
+    work = cost_of(by_heads, language_model=ModulePlugin(**settings[0])).stages[LANGUAGE_MODEL, 0, 0].work
+    saved = (mixed[0].work - work)[PLACES["forward"], 1]
+    assert saved == pytest.approx(layer_ms / 2)
 
 
 def test_keys_that_take_longer_than_attention_cost_time():

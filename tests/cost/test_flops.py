@@ -119,5 +119,7 @@ def test_layers_with_a_state_count_as_attention_to_the_tokens_of_a_chunk():
     assert found.needed_windows == (STATE_CHUNK, 0, 0, STATE_CHUNK)
     assert [found.window(layer) for layer in range(LAYERS)] == [STATE_CHUNK, 0, 0, STATE_CHUNK]
     assert found.needed_windows == text_model(windows=(STATE_CHUNK, 0, 0, STATE_CHUNK)).language_model.needed_windows
+    assert found.attention_windows == {0: 2}
     sliding = text_model(layer_kinds=kinds, windows=(0, WINDOW, 0, 0)).language_model
     assert sliding.needed_windows == (STATE_CHUNK, WINDOW, 0, STATE_CHUNK)
+    assert sliding.attention_windows == {WINDOW: 1, 0: 1}

@@ -1,10 +1,10 @@
 """A packed row that is cut: every entry follows its tokens, every rank that needs the cut finds the same one."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from hf_mmparallel.data.context_tokens import (
     ContextSharding,
     cut_row,
     layer_costs,
-    layer_windows,
     shard_row,
 )
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
@@ -161,25 +160,18 @@ def test_sliding_windows_count_in_the_work_of_a_block():
     assert (alone.order == same.order).all() and (alone.work == same.work).all()
 
 
-@pytest.mark.parametrize(
-    ("config", "windows"),
-    [
-        (transformers.LlamaConfig(), {0: 6}),
-        (transformers.MistralConfig(sliding_window=64), {64: 6}),
-        (transformers.Qwen2Config(use_sliding_window=False, sliding_window=64, num_hidden_layers=6), {0: 6}),
-        (transformers.Gemma3TextConfig(sliding_window=64, num_hidden_layers=6), {0: 1, 64: 5}),
-    ],
-)
-def test_windows_of_layers_come_from_the_config(config, windows):
-    assert layer_windows(config, 6) == windows
-
-
 def test_costs_of_a_layer_are_those_of_one_rank():
     costs = layer_costs(analytic_costs(SPEC, find_device("h100")), plan_of(cp_size=2, tp_size=2))
     assert costs.flops_per_pair == 4 * (4 // 2) * 4
     assert costs.flops_per_token == 2 * (16 * 16 + 16 * 32) / 2
     assert costs.bytes_per_token == 2 * 1 * 4 * 2  # keys and values of one head of four, two bytes a value
-    assert costs.bytes_per_ms == 450e6
+    assert costs.bytes_per_ms == 450e6 and costs.moved_bytes_per_token == 0
+    kinds = ("state", "both", "attention", "state")
+    hybrid = replace(SPEC.language_model, layer_kinds=kinds, state_widths=(30, None, None, 10))
+    mixed = replace(SPEC, modules={**SPEC.modules, LANGUAGE_MODEL: hybrid})
+    mean = layer_costs(analytic_costs(mixed, find_device("h100")), plan_of(cp_size=2, tp_size=2))
+    assert (mean.flops_per_pair, mean.bytes_per_token) == (costs.flops_per_pair / 2, costs.bytes_per_token / 2)
+    assert mean.moved_bytes_per_token == 2 * (30 + 2 * 16 + 10) / 4  # hidden states of 16 values where it has no heads
 
 
 @pytest.mark.parametrize("mode", ["row", "segments", "auto"])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from hf_mmparallel.data.context_tokens import cut_row
 from hf_mmparallel.kernels.bitfield_attention.builders import causal_words, segments_of_lengths
-from hf_mmparallel.kernels.bitfield_attention.context_parallel import sample_owners, shard_sequence
+from hf_mmparallel.kernels.bitfield_attention.context_parallel import shard_sequence
+from hf_mmparallel.kernels.shared_samples import sample_owners
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 

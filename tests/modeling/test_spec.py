@@ -1,10 +1,14 @@
 """What `build_model_spec` reads off a model."""
 
+from collections import Counter
+
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_mmparallel.modeling import build_model_spec, count_feature_tokens, module_parts
+from hf_mmparallel.modeling.spec import attention_windows
 from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import hybrids, tiny
 
@@ -93,3 +97,20 @@ def test_a_parameter_may_have_many_uses_and_experts_may_all_compute_all_tokens()
     assert set(shares.values()) == {0.5}
     llama = build_model_spec(hybrids.build("Llama4ForCausalLM")).language_model
     assert {p.active_share for p in llama.parameters} == {1.0} and not llama.num_experts
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (transformers.LlamaConfig(), {0: 6}),
+        (transformers.MistralConfig(sliding_window=64), {64: 6}),
+        (transformers.Qwen2Config(use_sliding_window=False, sliding_window=64, num_hidden_layers=6), {0: 6}),
+        (transformers.Gemma3TextConfig(sliding_window=64, num_hidden_layers=6), {0: 1, 64: 5}),
+        (
+            transformers.Llama4TextConfig(attention_chunk_size=64, no_rope_layers=[1, 1, 0] * 2, num_hidden_layers=6),
+            {0: 2, 32: 4},
+        ),
+    ],
+)
+def test_windows_of_layers_come_from_the_config(config, windows):
+    assert Counter(attention_windows(config, 6) or (0,) * 6) == windows

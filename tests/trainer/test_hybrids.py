@@ -70,6 +70,14 @@ ON_FOUR: tuple[tuple[str, dict[str, Any]], ...] = (  # (class, layout on four ra
 )
 
 
+# (class, layout on three ranks) of microbatches of few samples, some of them longer than a rank's share of the tokens
+ON_THREE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("BambaForCausalLM", {LM: {"cp_size": 3, "cp_block": 4, **AGAIN}}),
+    ("Qwen3_5ForCausalLM", {LM: {"cp_size": 3, "cp_block": 4, "cp_mode": "segments"}}),
+    ("JambaForCausalLM", {LM: {"cp_size": 3, "cp_block": 4, "zero_stage": 3, **AGAIN}}),
+    ("KimiLinearForCausalLM", {LM: {"cp_size": 3, "cp_block": 4, "cp_mode": "row"}}),
+    ("MiniMaxForCausalLM", {LM: {"cp_size": 3, "cp_block": 4, "cp_mode": "row"}}),
+)
 # (class, layout on two ranks) of microbatches of one sample, which is longer than a rank's share of the tokens
 LONG: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Qwen3_5ForCausalLM", {LM: {**CP, "cp_block": 4, **AGAIN}}),
@@ -120,8 +128,8 @@ def named(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, tuple[st
 
 @pytest.mark.parametrize(
     ("world_size", "layouts", "num_core", "batch_size"),
-    [(2, LAYOUTS, 2, 2), (2, SHARED, 2, 2), (2, LONG, 0, 1), (4, ON_FOUR, 0, 2)],
-    ids=["2", "cp 2", "cp 2, long", "4"],
+    [(2, LAYOUTS, 2, 2), (2, SHARED, 2, 2), (2, LONG, 0, 1), (3, ON_THREE, 1, 4), (4, ON_FOUR, 0, 2)],
+    ids=["2", "cp 2", "cp 2, long", "cp 3", "4"],
 )
 def test_packed_rows_in_a_layout_equal_the_stock_trainer(
     world_size: int, layouts: Any, num_core: int, batch_size: int

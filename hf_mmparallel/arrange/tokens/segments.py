@@ -442,13 +442,15 @@ _BACKWARD_BYTES = 2.0  # keys and values are gathered again, and their gradients
 
 @dataclass(frozen=True)
 class ContextCosts:
-    """Costs of a layer on one rank."""
+    """Costs of a layer on one rank, the mean where layers differ."""
 
     flops_per_pair: float  # forward FLOPs of attention per pair of query and key, all heads
     flops_per_token: float  # forward FLOPs of the rest of the layer
     bytes_per_token: float  # of keys and values
     flops_per_ms: float  # of a rank
     bytes_per_ms: float  # that a rank receives
+    # of a token of a sample on several ranks, which go to others and back where a layer carries a state
+    moved_bytes_per_token: float = 0.0
 
     @classmethod
     def of_layer(
@@ -471,12 +473,13 @@ class ContextCosts:
 
         The gather overlaps with attention, so that only the longer of the two counts.
         """
-        tokens = assignment.tokens_per_rank
+        tokens, num_others = assignment.tokens_per_rank, assignment.num_ranks - 1
         compute = float(assignment.work.max()) * assignment.block**2 * self.flops_per_pair / self.flops_per_ms
-        received = (assignment.num_ranks - 1) * assignment.gathered.shape[1] * assignment.block
-        gather = received * self.bytes_per_token / self.bytes_per_ms
+        sent = assignment.gathered.shape[1] * assignment.block
+        gather = num_others * sent * self.bytes_per_token / self.bytes_per_ms
+        moved = 2 * sent * num_others / assignment.num_ranks * self.moved_bytes_per_token / self.bytes_per_ms
         attention = max(compute, gather) + max(_BACKWARD_FLOPS * compute, _BACKWARD_BYTES * gather)
-        return attention + 3 * tokens * self.flops_per_token / self.flops_per_ms
+        return attention + moved + 3 * tokens * self.flops_per_token / self.flops_per_ms
 
 
 def assign_context(

@@ -1,5 +1,6 @@
 """Rows cut over ranks: the mask stays what it was, ranks get what they need, and whole segments stay whole."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -221,6 +222,8 @@ def test_time_is_the_longer_of_computation_and_gather():
     assert costs(1e12).layer_ms(found) == pytest.approx(3.5 * compute + 3 * layer)
     gather = 512 * 2 * 8 * 128 * 2 / 1e6
     assert costs(1e6).layer_ms(found) == pytest.approx(3 * gather + 3 * layer)
+    moving = replace(costs(1e6), moved_bytes_per_token=100.0)
+    assert moving.layer_ms(found) - costs(1e6).layer_ms(found) == pytest.approx(2 * 512 / 2 * 100 / 1e6)
 
 
 def test_a_slow_network_keeps_segments_whole_and_a_fast_one_gathers():

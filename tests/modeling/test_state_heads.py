@@ -1,0 +1,87 @@
+"""Which layers with a state have heads that ranks can share."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+from transformers.models.lfm2 import modeling_lfm2
+
+from hf_mmparallel.modeling import build_model_spec
+from tests import hybrids
+
+NEITHER = ("MiniMaxForCausalLM", "Llama4ForCausalLM")  # code of its own along the row; no state
+
+
+class Shifted(JambaMambaMixer):
+    """A mixer whose own code looks at the token before."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        before = torch.nn.functional.pad(hidden_states, (0, 0, 1, 0))[:, :-1]
+        return super().forward(hidden_states + before, *args, **kwargs)
+
+
+def widths_of(model: Any) -> tuple[int | None, ...]:
+    return build_model_spec(model).language_model.state_widths
+
+
+@pytest.mark.parametrize("name", hybrids.CONFIGS)
+def test_all_but_layers_with_code_of_their_own_along_the_row_have_heads_to_share(name: str):
+    spec = build_model_spec(hybrids.build(name)).language_model
+    states = [spec.carries_state(layer) for layer in range(spec.num_layers)]
+    assert [width is not None for width in spec.state_widths] == ([] if name in NEITHER else states)
+    with torch.device("meta"):
+        meta = hybrids.build(name)
+    assert widths_of(meta) == spec.state_widths
+
+
+def test_a_width_is_what_heads_take_and_give():
+    # two key heads, and four of values with a decay and a weight each
+    assert widths_of(hybrids.build("Qwen3_5ForCausalLM"))[0] == 2 * 2 * 16 + 4 * (16 + 1 + 1 + 16)
+    # channels with a step and a gate, and keys and queries of all of them
+    assert widths_of(hybrids.build("JambaForCausalLM"))[0] == 128 * (1 + 1 + 1 + 1) + 2 * 8
+
+
+def test_a_mixer_that_looks_at_other_tokens_by_itself_shares_none():
+    model = hybrids.build("JambaForCausalLM")
+    for layer in model.get_submodule("model.layers"):  # type: ignore[union-attr]
+        if hasattr(layer, "mamba"):
+            layer.mamba.__class__ = Shifted
+    assert widths_of(model) == ()
+
+
+def test_quantized_matrices_do_not_matter():
+    quantized = pytest.importorskip("bitsandbytes").nn
+    model = hybrids.build("BambaForCausalLM")
+    widths = widths_of(hybrids.build("BambaForCausalLM"))
+    for layer in model.get_submodule("model.layers"):  # type: ignore[union-attr]
+        if hasattr(layer, "mamba"):
+            given = layer.mamba.in_proj
+            layer.mamba.in_proj = quantized.Linear4bit(given.in_features, given.out_features, bias=False)
+            layer.mamba.in_proj.weight = quantized.Params4bit(given.weight.data, requires_grad=False)
+            layer.mamba.in_proj.to("cpu")
+            assert layer.mamba.in_proj.weight.shape != given.weight.shape
+    assert widths_of(model) == widths
+
+
+def test_kernels_that_the_cpu_does_not_have_do_not_matter(monkeypatch: pytest.MonkeyPatch):
+    def fails(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        raise RuntimeError("a kernel for GPUs")
+
+    package: Any = ModuleType("kernels_of_gpus")
+    package.causal_conv1d_fn = fails
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    plain = inspect.unwrap(getattr(modeling_lfm2.causal_conv1d_fn, "function", modeling_lfm2.causal_conv1d_fn))
+    function = use_kernel_func_from_hub_with_fallback("causal_conv1d_fn", package.__name__)(plain)
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", function)
+    model = hybrids.build("Lfm2ForCausalLM")
+    assert widths_of(model) == (0, None, 0, None)
+    with pytest.raises(RuntimeError, match="a kernel for GPUs"):
+        model(input_ids=torch.arange(3, 9)[None])
