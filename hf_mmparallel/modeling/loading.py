@@ -275,6 +275,10 @@ def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     with torch.device("meta"):
         model = _model_class(config)._from_config(config, dtype=dtype)
+    for module in model.modules():  # what is drawn by a function that no device is told
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
     if is_checkpoint and model.can_generate():
         with suppress(OSError):  # the checkpoint may have none
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
@@ -385,7 +389,22 @@ def initialize_rest(model: Any, missing: set[str], device: torch.device | str, s
         tensor._is_hf_initialized = name not in empty
     for prefix, module in model.named_modules():
         module._is_hf_initialized = not any(name.startswith(prefix + "." if prefix else "") for name in empty)
-    model.initialize_weights()
+    with _own_layers_only(model):
+        model.initialize_weights()
+
+
+@contextmanager
+def _own_layers_only(model: nn.Module) -> Iterator[None]:
+    """Leaves layers of other stages out of the lists of layers, whose tensors a model's code may initialise."""
+    lists = [(module, module._modules) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for module, layers in lists:
+        own = [layer for layer in layers.values() if not getattr(layer, "is_identity_layer", False)]
+        module._modules = {str(index): layer for index, layer in enumerate(own)}
+    try:
+        yield
+    finally:
+        for module, layers in lists:
+            module._modules = layers
 
 
 def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:

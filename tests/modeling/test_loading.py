@@ -109,6 +109,21 @@ def test_a_part_is_read_from_the_checkpoint_of_the_whole(tmp_path):
     assert all(torch.equal(p, whole.thinker.get_parameter(name)) for name, p in part.named_parameters())
 
 
+@pytest.mark.parametrize("family", ["diffllama", "falcon_h1"])
+def test_what_a_model_draws_or_computes_for_itself_is_as_in_the_whole(tmp_path, family):
+    reference = build(family)
+    reference.save_pretrained(tmp_path)
+    model = build_on_meta(tmp_path)
+    spec = build_model_spec(model)
+    prepare_stages(model, spec, resolve_plan(spec, {"language_model": ModulePlugin(pp_size=2)}), 1)
+    load_owned(model, tmp_path)
+    whole = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: tensor for name, tensor in own.items() if not is_unowned(tensor)}
+    assert any("lambda_q1" in name or "mup_vector" in name for name in own)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items())
+
+
 def test_quantized_weights_are_refused(tmp_path):
     model = tiny_llava()
     model.save_pretrained(tmp_path)
