@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,10 @@ def _shrunk_value(
     if name == "per_layer_config":  # layers that differ from the others stay so
         of_layer = {int(layer): own for layer, own in value.items()}
         return {
-            layers.index(layer): {n: 2 * _shrunk_value(n, v, place, layers, known, ids) for n, v in own.items()}
+            layers.index(layer): {
+                n: 2 * _shrunk_value(n, v, replace(place, old={**place.old, **own}), layers, known, ids)
+                for n, v in own.items()
+            }
             for layer, own in of_layer.items()
             if layer in layers
         }
@@ -357,6 +360,7 @@ CHANGES: dict[str, Change] = {
         }
     ),
     "apertus1p5": Change({"audio_config.codebook_dim": ENCODER_WIDTH}),
+    "dots3_note_text": Change({"head_dim": 24}),
     "deepseek_vl_hybrid": Change({"high_res_vision_config.image_size": 2 * SIDE}),
     "cohere_compass": Change({"text_config.rope_parameters": _COMPASS}),
     "cohere_compass_text": Change({"rope_parameters": _COMPASS}),
