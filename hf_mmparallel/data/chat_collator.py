@@ -472,7 +472,8 @@ def _expand(processor: Any, text: str, images: list[Any], settings: Mapping[str,
             raise ValueError("A tokenizer places no images.")
         return text, {}
     # the steps of `ProcessorMixin.__call__` before the tokenizer
-    given, texts, _, _ = processor.prepare_inputs_layout(images=[images] if images else None, text=[text])
+    of_text: Any = [images] if images else None
+    given, texts, _, _ = processor.prepare_inputs_layout(images=of_text, text=[text])
     processor.validate_inputs(images=given, text=texts)
     entries, replacements = {}, []
     if given is not None and hasattr(processor, "image_processor"):
