@@ -22,6 +22,7 @@ CHECKS = {
     "packed": "packed",
     "LoRA, pp 2": "LoRA",
     "frozen tower": "frozen",
+    "released files": "files",
 }
 """Check -> the head of its column."""
 SIGNS = {"equal": "=", "crash": "crash", "wrong": "wrong", "not built": "-", "no such part": ""}

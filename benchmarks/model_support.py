@@ -29,7 +29,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,11 @@ from hf_mmparallel.data import PackingCollator
 from hf_mmparallel.data.bad_samples import BadSample
 from hf_mmparallel.data.step_batch import StepBatch
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
-from hf_mmparallel.modeling import build_model_spec
+from hf_mmparallel.modeling import build_model_spec, is_unowned
 from hf_mmparallel.modeling.adapter import add_adapters
+from hf_mmparallel.modeling.loading import build_on_meta, load_layers
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_plan
-from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.runtime.engine import EngineOptions, ParallelEngine
 from hf_mmparallel.schedule import build_program
 from hf_mmparallel.trainer.start_checks import check_model
 from hf_mmparallel.world import World
@@ -247,6 +248,51 @@ def frozen_tower(case: Case) -> None:
     run_threads(frozen, {LANGUAGE_MODEL: {"pp_size": 2}})
 
 
+def released_files(case: Case) -> None:
+    """Files in the layout of released checkpoints, read by ranks that share matrices, experts or layers."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            case.model.save_pretrained(folder, max_shard_size="200KB")
+            whole = type(case.model).from_pretrained(folder)
+        except Exception as error:  # of transformers
+            raise FoundByRank(Found(NOT_BUILT, f"{type(error).__name__}: {error}")) from error
+        for name, parameter in whole.named_parameters():
+            if not torch.equal(parameter, case.model.get_parameter(name)):
+                raise FoundByRank(Found(NOT_BUILT, f"`from_pretrained` does not read `{name}` as it was saved"))
+        run_ranks(functools.partial(read_parts, case, folder, whole.state_dict(keep_vars=True)), 2)
+
+
+def read_parts(case: Case, folder: str, whole: Mapping[str, Tensor]) -> None:
+    """Compares the weights that this rank of two reads under each layout that the model allows."""
+    world, spec, refused = World(), case.spec, 0
+    sizes = [{"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2}]
+    sizes += [{"dp_size": 2, "ep_size": 2}] if spec.language_model.num_experts else []
+
+    def load(blank: Any, layers: Any) -> Iterator[Any]:
+        try:
+            yield from load_layers(blank, folder, "cpu", layers)
+        except ValueError as error:
+            raise Different(str(error)) from error
+
+    for size in sizes:
+        layout = shared(case, **size)
+        for name in spec.encoders if "tp_size" in size else ():
+            layout[name] |= size
+        model = build_on_meta(folder)
+        try:
+            plan = resolve_plan(spec, {n: ModulePlugin(**layout[n]) for n in spec.modules}, world.size)
+            ParallelEngine(model, spec, plan, world, EngineOptions(load=load))
+        except ValueError:  # the model does not allow this layout
+            refused += 1
+            if refused == len(sizes):
+                raise
+            continue
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            own = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if not is_unowned(tensor) and not torch.equal(own, whole[name]):
+                raise Different(f"`{name}` is not what `from_pretrained` reads")
+
+
 ONE_PROCESS = "one process"
 CHECKS: dict[str, Callable[[Case], None]] = {
     ONE_PROCESS: one_process,
@@ -261,6 +307,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "packed": packed,
     "LoRA, pp 2": lora,
     "frozen tower": frozen_tower,
+    "released files": released_files,
 }
 WHOLE = ("bitfield",)  # a forward of the model, without a plan
 OF_ENCODERS = ("own ranks", "encoder pp 2", "encoder tp 2", "frozen tower")

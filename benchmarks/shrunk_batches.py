@@ -168,6 +168,8 @@ def _count_tokens(output: Any, modality: str) -> int:
     features: Any = output
     for name in ("last_hidden_state", "pooler_output"):
         features = getattr(output, name, None) if getattr(output, name, None) is not None else features
+    if features is output and hasattr(output, "deepstack_features"):  # (layer, features of each item) alone
+        features = output.deepstack_features[0][1]
     if isinstance(features, Tensor):
         return features.reshape(-1, features.shape[-1]).shape[0]
     return sum(_count_tokens(item, modality) for item in features)
@@ -202,6 +204,7 @@ def _pixel_mask(items: _Items) -> Tensor:
 
 BESIDE: tuple[tuple[str, Callable[[_Items], Tensor]], ...] = (
     (r"grid_thw$", lambda items: torch.tensor([GRID] * items.count)),
+    (r"grid_hw$", lambda items: torch.tensor([GRID[1:]] * items.count)),
     (r"merge_sizes$", lambda items: torch.full((items.count,), 2)),
     (r"target_sizes|spatial_shapes", lambda items: torch.tensor([GRID[1:]] * items.count)),
     (r"^image_sizes$", lambda items: torch.tensor([items.sides] * items.count)),
@@ -247,7 +250,8 @@ def _guesses(
         def draw(
             count: int, shape: Callable[[int], tuple[int, ...]] = shape, frames: int = frames
         ) -> dict[str, Tensor]:
-            items = _Items(count, normal(*shape(count)), frames)
+            value = normal(*shape(count))
+            items = _Items(count, value.abs().long() if "input_ids" in main else value, frames)
             beside = {
                 n: next((make(items) for p, make in BESIDE if re.search(p, n)), None) for n in names if n != main
             }
@@ -263,8 +267,9 @@ def _sound_shapes(config: Any) -> Iterator[Shape]:
     mel = (
         _number(config, "num_mel_bins", "n_mel_bins", "input_feat_size", "feature_size", "input_dim", "mel_dim") or 128
     )
+    mel *= _number(config, "num_stacked_frames") or 1
     longest = 2 * _number(config, "max_source_positions")
-    for size in dict.fromkeys(filter(None, (longest, 64, 32, 128, 3200, 6400))):
+    for size in dict.fromkeys(filter(None, (longest, 64, 32, 128, 1920, 3200, 6400))):
         for shape, frames in (((mel, size), -1), ((size, mel), -2), ((size,), -1), ((1, size), -1)):
             yield lambda n, shape=shape: (n, *shape), frames
 
@@ -275,12 +280,13 @@ def _pixel_shapes(config: Any, names: Sequence[str]) -> Iterator[Shape]:
     channels = _number(config, "in_channels", "num_channels", "in_chans") or 3
     side = _number(config, "image_size") or SIDE
     area, image = patch * patch, (channels, side, side)
-    if any("grid_thw" in name for name in names):
+    if any(re.search("grid_t?hw", name) for name in names):
         for shape in (
             (channels * time * area,),
             (channels * area,),
             (channels, patch, patch),
             (channels, time, patch, patch),
+            (2 * patch, 2 * patch, channels),
         ):
             yield lambda n, shape=shape: (n * NUM_PATCHES, *shape), 0
         return
@@ -291,3 +297,4 @@ def _pixel_shapes(config: Any, names: Sequence[str]) -> Iterator[Shape]:
     by_patch = any(re.search("position_ids|spatial_shapes", name) for name in names)
     for shape in (*(rows,) * by_patch, image, (1, *image), (2, *image), (channels, 2 * side, 2 * side), rows):
         yield lambda n, shape=shape: (n, *shape), 0
+    yield lambda n: (n * NUM_PATCHES, time, patch, patch, channels), 0

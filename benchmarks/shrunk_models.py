@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +217,10 @@ def _shrunk_value(
     if name == "per_layer_config":  # layers that differ from the others stay so
         of_layer = {int(layer): own for layer, own in value.items()}
         return {
-            layers.index(layer): {n: 2 * _shrunk_value(n, v, place, layers, known, ids) for n, v in own.items()}
+            layers.index(layer): {
+                n: 2 * _shrunk_value(n, v, replace(place, old={**place.old, **own}), layers, known, ids)
+                for n, v in own.items()
+            }
             for layer, own in of_layer.items()
             if layer in layers
         }
@@ -307,7 +310,31 @@ _OMNI = {
     "audio_start_token_id": 132,
     "audio_end_token_id": 133,
 }
+_CODES = range(FIRST_SPECIAL + 40, FIRST_SPECIAL + 56)
+_CODES_OF_CHAMELEON = {
+    "IMGIMG" + "".join(chr(ord("A") + int(digit)) for digit in str(place)) + "Z": code
+    for place, code in enumerate(_CODES)
+}
+_CODES_OF_EMU = {f"<|visual token {place:06d}|>": code for place, code in enumerate(_CODES)}
+_PLACEHOLDER = FIRST_SPECIAL + 30
+_SMALL_CODEC = {"base_channels": 32, "channel_multiplier": [1] * 4}
 CHANGES: dict[str, Change] = {
+    "chameleon": Change(
+        {
+            "image_token_id": _PLACEHOLDER,
+            "vocabulary_map": {"<image>": _PLACEHOLDER, **_CODES_OF_CHAMELEON},
+            "vq_config": {**_SMALL_CODEC, "num_embeddings": len(_CODES), "resolution": SIDE},
+        }
+    ),
+    "emu3": Change(
+        {
+            "image_token_id": _PLACEHOLDER,
+            "vocabulary_map": {"<image>": _PLACEHOLDER, "<|extra_200|>": _PLACEHOLDER + 1, **_CODES_OF_EMU},
+            "vq_config": {**_SMALL_CODEC, "codebook_size": len(_CODES), "hidden_size": 32, "attn_resolutions": [1]},
+        }
+    ),
+    "qwen2_5_omni": Change({"enable_audio_output": False}),
+    "qwen3_omni_moe": Change({"enable_audio_output": False}),
     "aria": Change({"projector_patch_to_query_dict": {16: 4}}),
     "qwen2_vl": Change({"vision_config.hidden_size": WIDTH, "vision_config.embed_dim": ENCODER_WIDTH}),
     "qwen2_5_omni_thinker": Change(_OMNI),
@@ -333,6 +360,7 @@ CHANGES: dict[str, Change] = {
         }
     ),
     "apertus1p5": Change({"audio_config.codebook_dim": ENCODER_WIDTH}),
+    "dots3_note_text": Change({"head_dim": 24}),
     "deepseek_vl_hybrid": Change({"high_res_vision_config.image_size": 2 * SIDE}),
     "cohere_compass": Change({"text_config.rope_parameters": _COMPASS}),
     "cohere_compass_text": Change({"rope_parameters": _COMPASS}),
@@ -349,7 +377,9 @@ CHANGES: dict[str, Change] = {
             "spatial_target_layers": [2, 3],
         }
     ),
-    "janus": Change({"vq_config.base_channels": 32, "vq_config.channel_multiplier": [1, 1]}),
+    "janus": Change(
+        {"vision_config.projection_dim": WIDTH, **{f"vq_config.{name}": v for name, v in _SMALL_CODEC.items()}}
+    ),
     "kimi_k25": Change({"projection_hidden_size": ENCODER_WIDTH}),
     "kosmos-2": Change(batch=_kosmos),
     "molmo2": Change({"adapter_config.vision_feature_layer": [3, 1]}),

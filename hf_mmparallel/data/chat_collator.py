@@ -204,7 +204,8 @@ class ChatCollator:
         options: dict[str, Any] = {"return_offsets_mapping": True, "return_tensors": "pt", **special}
         if isinstance(self.processor, ProcessorMixin):
             options |= {"return_text_replacement_offsets": True, "images": None}
-            options |= {_ARGUMENTS[kind]: values for kind, values in media.items()}
+            # images as those of one text: some processors cut an image that is the only one into tiles
+            options |= {_ARGUMENTS[kind]: [values] if kind == "image" else values for kind, values in media.items()}
             options |= {"sampling_rate": self._rate} if "audio" in media else {}
         with naming_libraries("video") if "video" in media else nullcontext():
             encoded = dict(self.processor(text=[text], **options))
@@ -471,7 +472,8 @@ def _expand(processor: Any, text: str, images: list[Any], settings: Mapping[str,
             raise ValueError("A tokenizer places no images.")
         return text, {}
     # the steps of `ProcessorMixin.__call__` before the tokenizer
-    given, texts, _, _ = processor.prepare_inputs_layout(images=images or None, text=[text])
+    of_text: Any = [images] if images else None
+    given, texts, _, _ = processor.prepare_inputs_layout(images=of_text, text=[text])
     processor.validate_inputs(images=given, text=texts)
     entries, replacements = {}, []
     if given is not None and hasattr(processor, "image_processor"):

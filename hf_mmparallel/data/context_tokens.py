@@ -99,6 +99,12 @@ class ContextSharder:
             for name, value in batch.items()
             if isinstance(value, Tensor) and name not in self.media and (dim := _token_dim(value, ids.shape))
         }
+        own = [n for n, value in batch.items() if n not in self.media and n not in dims and _is_medium(value)]
+        if own:
+            raise ValueError(
+                f"`cp_size={cp_size}` cuts rows with the placeholders of {own}, which `{LANGUAGE_MODEL}` reads by "
+                "itself and not by an encoder, whose features could be cut alike. Use `cp_size=1`."
+            )
         filler = next(token for token in count() if token not in self.placeholders.values())
         segments = decode_words(words[0]).segment
         owners, num_tokens = {}, {}
@@ -124,6 +130,10 @@ def _owners_of(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     owners[order[present]] = torch.arange(len(order))[:, None].expand_as(order)[present]
     indices[order[present]] = (present.cumsum(1) - 1)[present]
     return owners[wanted], indices[wanted]
+
+
+def _is_medium(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _token_dim(value: Tensor, shape: torch.Size) -> int | None:

@@ -21,7 +21,7 @@ from ..plan import ModelSpec
 from ..world import World
 from .adapter import Adapter, adapter_names, as_peft_model, wrap_as_peft_model
 from .tensor_parallel import base_name
-from .unowned import is_unowned
+from .unowned import give_own_memory, is_unowned
 
 # Reads chosen parameters of a model from safetensors files, with names and layouts of older checkpoints converted.
 
@@ -103,6 +103,7 @@ class CheckpointReader:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         self.model, self.source = model, str(source)
+        _check_unquantized(model.config, self.source)
         self._slices: dict[str, Any] = {}
         self._file_names: dict[str, str] = {}
         with ExitStack() as opened:
@@ -114,6 +115,7 @@ class CheckpointReader:
             with _without_adapters(model):
                 # One list for all calls: it notes which conversions were used, which saving reverts.
                 self._conversions: Any = get_model_conversion_mapping(model)
+                self._mixed: set[str] = set()  # parameters of which a shard is not made of shards of keys
                 # parameter -> the keys that it is made of
                 self._keys = self._keys_by_parameter()
             self._opened = opened.pop_all()
@@ -144,6 +146,8 @@ class CheckpointReader:
             names = {name.replace(targets[0], target) for target in targets} | {key}
             for part in names:
                 result.setdefault(part, []).append(key)
+            if converter is not None and not _stacks(converter):
+                self._mixed |= names
         return result
 
     def fill(self, names: Collection[str], device: torch.device | str) -> set[str]:
@@ -158,7 +162,7 @@ class CheckpointReader:
         slices = {key: self._slices[key] for name in plain for key in self._keys.get(name, ())}
         if not slices:
             return set(names)
-        with _without_adapters(self.model), _showing_only(self.model, plain), _quiet():
+        with _without_adapters(self.model), _showing_only(self.model, plain), _quiet(), self._whole(plain):
             self._check_shapes(slices)
             config = LoadStateDictConfig(device_map={"": torch.device(device)}, weight_mapping=self._conversions)
             # of a sharded parameter only the shard is read
@@ -169,6 +173,24 @@ class CheckpointReader:
             reason = error.strip().splitlines()[-1]
             raise ValueError(f"`{self.source}`: the tensors of `{name}` can't be converted: {reason}")
         return {plain[name] for name in info.missing_keys}
+
+    @contextmanager
+    def _whole(self, names: Collection[str]) -> Iterator[None]:
+        """Lets sharded parameters that can't be read by shards be read whole, and cuts them afterwards."""
+        blanks: list[tuple[dict[str, Any], str, DTensor]] = []
+        for name in self._mixed.intersection(names):
+            parent, _, attribute = name.rpartition(".")
+            home: Any = self.model.get_submodule(parent)._parameters
+            if isinstance(blank := home.get(attribute), DTensor):
+                blanks.append((home, attribute, blank))
+                home[attribute] = nn.Parameter(torch.empty(blank.shape, dtype=blank.dtype, device="meta"))
+        yield
+        for home, attribute, blank in blanks:
+            value = home[attribute].detach()
+            home[attribute] = blank
+            if not value.is_meta:
+                home[attribute] = nn.Parameter(_cut_as(value, blank))
+                give_own_memory(home[attribute])
 
     def _check_shapes(self, slices: dict[str, Any]) -> None:
         """Refuses tensors without the shape of the whole parameter, which a shard might not show."""
@@ -182,6 +204,28 @@ class CheckpointReader:
                 if shape != wanted:
                     what = f"`{key}` in `{self._file_names[key]}`"
                     raise ValueError(_wrong_shape(self.source, what, shape, name, wanted))
+
+
+def _cut_as(value: torch.Tensor, blank: DTensor) -> DTensor:
+    """The shard of this rank of a whole tensor, in the layout of one without memory."""
+    return distribute_tensor(value, blank.device_mesh, blank.placements, src_data_rank=None)
+
+
+def _stacks(converter: Any) -> bool:
+    """Whether operations only stack tensors, such as those of experts, of which the loader knows those of a shard."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    first, *rest = converter.operations
+    return isinstance(first, MergeModulelist) and all(isinstance(operation, Concatenate) for operation in rest)
+
+
+def _check_unquantized(config: Any, source: str) -> None:
+    """Refuses quantized weights, of which a tensor is spread over several keys or has scales beside it."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"The weights in `{source}` are quantized (`quantization_config`), so a rank can't read its part of them. "
+            "Load them with `from_pretrained` on each rank and pass the model, with adapters or dequantized."
+        )
 
 
 @contextmanager
@@ -231,6 +275,10 @@ def build_on_meta(source: Any, dtype: torch.dtype | None = None, **kwargs: Any) 
     dtype = dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
     with torch.device("meta"):
         model = _model_class(config)._from_config(config, dtype=dtype)
+    for module in model.modules():  # what is drawn by a function that no device is told
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.is_meta:
+                module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
     if is_checkpoint and model.can_generate():
         with suppress(OSError):  # the checkpoint may have none
             model.generation_config = transformers.GenerationConfig.from_pretrained(source)
@@ -341,7 +389,22 @@ def initialize_rest(model: Any, missing: set[str], device: torch.device | str, s
         tensor._is_hf_initialized = name not in empty
     for prefix, module in model.named_modules():
         module._is_hf_initialized = not any(name.startswith(prefix + "." if prefix else "") for name in empty)
-    model.initialize_weights()
+    with _own_layers_only(model):
+        model.initialize_weights()
+
+
+@contextmanager
+def _own_layers_only(model: nn.Module) -> Iterator[None]:
+    """Leaves layers of other stages out of the lists of layers, whose tensors a model's code may initialise."""
+    lists = [(module, module._modules) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    for module, layers in lists:
+        own = [layer for layer in layers.values() if not getattr(layer, "is_identity_layer", False)]
+        module._modules = {str(index): layer for index, layer in enumerate(own)}
+    try:
+        yield
+    finally:
+        for module, layers in lists:
+            module._modules = layers
 
 
 def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
@@ -363,7 +426,7 @@ def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
             module = layer.get_submodule(owner)
             value = module._parameters[attribute].detach().to(device)
             if isinstance(parameter, DTensor):
-                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                value = _cut_as(value, parameter)
             module._parameters[attribute] = nn.Parameter(value, parameter.requires_grad)
 
 

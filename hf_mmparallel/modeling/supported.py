@@ -81,6 +81,12 @@ def check_causal(model: PreTrainedModel) -> None:
             "the encoder's states, and its labels are not shifted. A plan needs a decoder that reads text and media "
             f"as one sequence. {_OTHERWISE} {_COMPOSE}."
         )
+    if type(model).forward is nn.Module.forward:
+        names = (f"`{type(part).__name__}.from_pretrained`" for part in model.children() if _takes_labels(part))
+        raise ValueError(
+            f"`{type(model).__name__}` has no forward and so no loss: each of its parts is a model of its own. Train "
+            f"the one that reads text and media: pass {next(names, 'it')} of the same checkpoint."
+        )
     if not _has_head(model):
         raise ValueError(
             f"`{type(model).__name__}` has no language-model head, so it has no next-token loss. Set `architectures` "
@@ -119,10 +125,14 @@ def _part_with_a_loss(model: PreTrainedModel) -> str:
     """Names a part with a loss that is not around the decoder, such as a decoder of codebooks; empty without one."""
     decoder = model.get_decoder()
     for name, part in model.named_modules():
-        has_loss = isinstance(part, PreTrainedModel) and "labels" in inspect.signature(part.forward).parameters
+        has_loss = isinstance(part, PreTrainedModel) and _takes_labels(part)
         if has_loss and not any(module is decoder for module in part.modules()):
             return name
     return ""
+
+
+def _takes_labels(model: nn.Module) -> bool:
+    return "labels" in inspect.signature(model.forward).parameters
 
 
 def _own_loss(model: PreTrainedModel) -> str:

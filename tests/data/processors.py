@@ -65,6 +65,19 @@ def of_sound(name: str = "AudioFlamingo3") -> Any:
     return cls(extractor, tokenizer(**named), chat_template=template, audio_token="<audio>")
 
 
+def of_both() -> Any:
+    """A processor of images and sound."""
+    named = {f"{kind}_token": f"<{kind}>" for kind in ("image", "video", "audio")}
+    ends = {f"{kind}_{end}_token": f"<{kind}_{end}>" for kind in ("vision", "audio") for end in ("bos", "eos")}
+    cls = transformers.Qwen2_5OmniProcessor
+    cls = type(cls.__name__, (cls,), {"check_argument_for_proper_class": lambda *_: None})
+    image_processor = transformers.Qwen2VLImageProcessor(**PIXELS)  # type: ignore[arg-type]
+    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    placeholder = "{{ '<' + part['type'] + '>' }}"
+    template = (TURNS % (placeholder, placeholder)).replace("== 'image'", "!= 'text'")
+    return cls(image_processor, None, extractor, tokenizer(**named, **ends), chat_template=template)
+
+
 def _family(
     name: str, image: dict[str, Any], token: str = "<image>", tokens: dict[str, str] | None = None, **options: Any
 ) -> Callable[[], ProcessorMixin]:
@@ -91,6 +104,7 @@ CROPS = {
     "pan_and_scan_min_ratio_to_activate": 1.2,
 }
 GEMMA_TOKENS = {"image_token": "<soft>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+PIXELS = {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 9}, "patch_size": 4, "merge_size": 2}
 SQUARE = {"height": 28, "width": 28}
 PINPOINTS = [[28, 56], [56, 28], [56, 56], [28, 84], [84, 28]]
 CLIP_SIZES = {"size": {"shortest_edge": 28}, "crop_size": SQUARE}
@@ -117,7 +131,7 @@ PROCESSORS: dict[str, Callable[[], ProcessorMixin]] = {
     ),
     "qwen2_vl": _family(
         "Qwen2VL",
-        {"size": {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 9}, "patch_size": 4, "merge_size": 2},
+        PIXELS,
         tokens={"vision_start": "<|vision_start|>"},
         video_processor=None,
     ),

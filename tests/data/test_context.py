@@ -196,7 +196,10 @@ def test_a_loop_of_ones_own_gets_the_cut_and_the_shards_of_the_loader(mode: str)
 def test_only_one_packed_row_is_cut():
     with pytest.raises(ValueError, match=r"'input_ids': \(2, 3\).*`PackingCollator`"):
         sharder_of(plan_of(cp_size=2))({"input_ids": torch.ones(2, 3, dtype=torch.int64)})
-    words = packed([5, 4])["attention_words"]
+    batch = packed([5, 4])
+    with pytest.raises(ValueError, match=r"`cp_size=2` cuts.* \['pixels'\].*`cp_size=1`"):
+        sharder_of(plan_of(cp_size=2))({**batch, "pixels": torch.ones(1, 3, 4, 4)})
+    words = batch["attention_words"]
     for several in (words.view(3, 3), words[0]):
         with pytest.raises(ValueError, match=r"`\[1, length\]`"):
             cut_row(several, 2)

@@ -22,7 +22,7 @@ from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 from .conversations import broken, heard, image_file, random_image, say, sound
-from .processors import PROCESSORS, llava, of_sound
+from .processors import PROCESSORS, llava, of_both, of_sound
 
 FILE = image_file((20, 9))
 ASK = [{"from": "human", "value": "<image>\nwhich digit"}, {"from": "gpt", "value": "three"}]
@@ -98,6 +98,24 @@ def test_sound_becomes_what_the_processor_makes_of_it(family: str):
         inside = collator([{"messages": messages}])
         assert lacks(inside, batch)
     assert collator.without_media(["pixel_values"]) is collator
+
+
+def test_images_and_sounds_of_one_conversation_keep_their_order():
+    processor = of_both()
+    collator = ChatCollator(processor)
+    images = [{"type": "image", "image": random_image(size)} for size in ((40, 30), (56, 28))]
+    sounds = [{"type": "audio", "audio": sound(length)} for length in (9000, 5000)]
+    messages = [say("user", "which digit"), say("assistant", "three"), say("user", "?"), say("assistant", "seven")]
+    messages[0]["content"][:0] = [images[0], sounds[0]]
+    messages[2]["content"] += [sounds[1], images[1]]
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    wanted = dict(processor.apply_chat_template(messages, return_tensors="pt", **options))
+    answers = torch.as_tensor(wanted.pop("assistant_masks")).bool()
+    batch = collator([{"messages": messages}])
+    assert torch.equal(batch.pop("labels") != -100, answers) and lacks(batch, wanted)
+    assert batch["image_grid_thw"].shape == (2, 3) and batch["input_features"].shape[0] == 2
+    lean = collator.without_media()([{"messages": messages}])
+    assert torch.equal(lean["input_ids"], batch["input_ids"]) and not lean.keys() & {"pixel_values", "input_features"}
 
 
 @pytest.mark.parametrize("family", SOUNDS)

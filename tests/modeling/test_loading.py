@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
+from shrunk_models import build, shrunk
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -18,6 +20,9 @@ from transformers import (
     LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2_5OmniConfig,
+    Qwen2_5OmniForConditionalGeneration,
+    Qwen2_5OmniThinkerForConditionalGeneration,
 )
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -51,6 +56,10 @@ def pruned(model: LlavaForConditionalGeneration, rank: int) -> set[str]:
     return {name for name, shards in parameter_shards(spec, plan).items() if shards.on_rank(rank)}
 
 
+def load_keys(folder: Path | str) -> list[str]:
+    return list(json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"])
+
+
 @pytest.mark.parametrize(
     ("rank", "tie", "original"),
     [(0, False, True), (1, True, False), (2, True, True), (0, True, False), (2, False, False)],
@@ -58,8 +67,7 @@ def pruned(model: LlavaForConditionalGeneration, rank: int) -> set[str]:
 def test_owned_parameters_are_read(tmp_path, rank, tie, original):
     reference = tiny_llava(tie)
     reference.save_pretrained(tmp_path, save_original_format=original, max_shard_size="40KB")
-    keys = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    assert original == any(key.startswith("language_model.model") for key in keys)
+    assert original == any(key.startswith("language_model.model") for key in load_keys(tmp_path))
     model = build_on_meta(tmp_path)
     assert type(model) is LlavaForConditionalGeneration
     assert all(p.is_meta for p in model.parameters())
@@ -89,6 +97,40 @@ def test_whole_model_equals_from_pretrained(tmp_path):
         assert torch.equal(buffer, expected.get_buffer(name)), name
     assert build_on_meta(model) is model
     assert build_on_meta(model.config).dtype == torch.bfloat16
+
+
+def test_a_part_is_read_from_the_checkpoint_of_the_whole(tmp_path):
+    whole = Qwen2_5OmniForConditionalGeneration(shrunk(Qwen2_5OmniConfig(), {"enable_audio_output": False}))
+    whole.save_pretrained(tmp_path, max_shard_size="1MB")
+    assert all(key.startswith("thinker.") for key in load_keys(tmp_path))
+    with torch.device("meta"):
+        part = Qwen2_5OmniThinkerForConditionalGeneration(whole.config.thinker_config)
+    load_owned(part, tmp_path)
+    assert all(torch.equal(p, whole.thinker.get_parameter(name)) for name, p in part.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["diffllama", "falcon_h1"])
+def test_what_a_model_draws_or_computes_for_itself_is_as_in_the_whole(tmp_path, family):
+    reference = build(family)
+    reference.save_pretrained(tmp_path)
+    model = build_on_meta(tmp_path)
+    spec = build_model_spec(model)
+    prepare_stages(model, spec, resolve_plan(spec, {"language_model": ModulePlugin(pp_size=2)}), 1)
+    load_owned(model, tmp_path)
+    whole = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    own = {name: tensor for name, tensor in own.items() if not is_unowned(tensor)}
+    assert any("lambda_q1" in name or "mup_vector" in name for name in own)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in own.items())
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    model = tiny_llava()
+    model.save_pretrained(tmp_path)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"`{tmp_path}` are quantized.*`from_pretrained` on each rank"):
+        load_owned(build_on_meta(tmp_path), tmp_path)
 
 
 def test_layers_are_loaded_one_after_the_other(tmp_path):
@@ -190,8 +232,8 @@ def test_a_rank_reads_its_share(tmp_path):
 
 def _load_sharded(folder: str) -> None:
     """Two ranks each read their shards of all parameters."""
-    reference = LlavaForConditionalGeneration.from_pretrained(folder)
     model = build_on_meta(folder)
+    reference = type(model).from_pretrained(folder)
     spec = build_model_spec(model)
     mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",))
     if mesh.get_coordinate() is None:
@@ -204,9 +246,10 @@ def _load_sharded(folder: str) -> None:
         assert torch.equal(full, reference.get_parameter(name)), name
 
 
-def _check_equal(folder: str) -> str:
+def _check_equal(folders: list[str]) -> str:
     """The refusal of a model that is different on rank 1."""
-    _load_sharded(folder)
+    for folder in folders:
+        _load_sharded(folder)
     model = tiny_llava()
     check_equal_models(model, World())
     if dist.get_rank() == 1:
@@ -219,6 +262,9 @@ def _check_equal(folder: str) -> str:
 
 @pytest.mark.distributed
 def test_shards_are_read_and_models_of_all_ranks_are_compared(tmp_path):
-    tiny_llava().save_pretrained(tmp_path)
-    (message,) = set(run_distributed(_check_equal, 3, str(tmp_path)))
+    folders = [str(tmp_path / "named"), str(tmp_path / "fused")]
+    tiny_llava().save_pretrained(folders[0])
+    build("hrm_text").save_pretrained(folders[1], max_shard_size="100KB")
+    assert "H_module.layers.0.attn.gqkv_proj.weight" in str(load_keys(folders[1]))
+    (message,) = set(run_distributed(_check_equal, 3, folders))
     assert "`lm_head.weight` is different on ranks [0, 2] than on rank 1" in message

@@ -84,6 +84,7 @@ def test_encoders_of_any_make_can_be_composed():
 
 
 BERT, LLAMA = hf.BertConfig(**SIZES, vocab_size=64), hf.LlamaConfig(**SIZES, vocab_size=64)
+OMNI = hf.Qwen2_5OmniConfig(enable_audio_output=False)
 DECODER = hf.BertConfig(**SIZES, vocab_size=64, is_decoder=True)
 
 
@@ -97,6 +98,7 @@ DECODER = hf.BertConfig(**SIZES, vocab_size=64, is_decoder=True)
         (hf.ViTModel, hf.ViTConfig(**SIZES, **IMAGES), "no language-model head.*`MultimodalModel.from_unimodal`"),
         (hf.LlamaModel, LLAMA, "no language-model head, .* next-token"),
         (hf.LlamaForSequenceClassification, LLAMA, "no language-model head, .* next-token"),
+        (hf.Qwen2_5OmniForConditionalGeneration, OMNI, "no forward.*`Qwen2_5OmniThinkerForCond.*from_pretrained`"),
         (hf.BertLMHeadModel, DECODER, None),
     ],
 )
