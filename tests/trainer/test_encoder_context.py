@@ -159,7 +159,7 @@ def train(cases: dict[str, Case]) -> tuple[dict[str, runs.Run], dict[str, set[bo
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, in_turn(ON_TWO, "experts shared by the same ranks", "stages with windows")),
+        (2, in_turn(ON_TWO, "stages with windows")),
         (3, in_turn(ON_THREE, "images and frames of unlike sizes")),
         (4, in_turn(ON_FOUR, "with the tokens, on the same ranks")),
     ],

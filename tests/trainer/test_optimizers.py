@@ -10,6 +10,7 @@ import torch
 
 from hf_mmparallel.trainer import recovery_plan
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -139,16 +140,14 @@ def _given() -> dict[str, Any]:
     return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4))}
 
 
-def _train_with_given(folder: Path, stock: str) -> tuple[runs.Run, runs.Run]:
-    """A whole run, and one that goes on from a checkpoint of the stock Trainer's."""
-    plan = {LM: {"tp_size": 2}}
-    whole = runs.saving_run("llava", folder, plan, **_given())
-    return whole, runs.saving_run("llava", folder / "again", plan, Path(stock), **_given())
+def _train_with_given(checkpoint: str | None) -> runs.Run:
+    return runs.run_of(runs.make_trainer("llava", TP2, **_given()), checkpoint=checkpoint)
 
 
-def test_an_optimizer_made_before_the_trainer_steps_as_on_one_process(tmp_path: Path):
+@pytest.mark.parametrize("resumes", [False, deep(True)])
+def test_an_optimizer_made_before_the_trainer_steps_as_on_one_process(tmp_path: Path, resumes: bool):
     saves = {"save_strategy": "steps", "save_steps": 2}
     reference = runs.stock("llava", output_dir=str(tmp_path / "stock"), **saves, **_given())
-    whole, resumed = run_distributed(_train_with_given, 3, tmp_path, str(tmp_path / "stock" / "checkpoint-2"))[0]
-    for run in (whole, resumed):  # the log of a run that goes on has the steps before it
-        runs.assert_same_run(run, reference)
+    checkpoint = str(tmp_path / "stock" / "checkpoint-2") if resumes else None
+    run = run_distributed(_train_with_given, 3, checkpoint)[0]
+    runs.assert_same_run(run, reference)  # the log of a run that goes on has the steps before it
