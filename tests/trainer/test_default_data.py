@@ -39,7 +39,6 @@ from tests import tiny
 from tests.data.conversations import conversation, heard, llava_json, sound
 from tests.data.processors import PROCESSORS, of_sound, tokenizer
 from tests.distributed import run_distributed
-from tests.folders import made_once
 
 from . import runs
 
@@ -175,8 +174,8 @@ def _all_forms() -> dict[str, runs.Run]:
 
 
 @pytest.mark.distributed
-def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan(on_ranks: list[dict[str, Any]]):
-    found = on_ranks[0]["forms"]
+def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan():
+    found = run_distributed(_all_forms, 2)[0]
     args = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2, "remove_unused_columns": True}
     data: Any = one_image_each(8, ragged=False, listed=False)
     stock = Trainer(tiny.FAMILIES["llava"](), TrainingArguments(output_dir="unused", **args), train_dataset=data)
@@ -269,8 +268,8 @@ def _chat_runs() -> tuple[dict[str, str], list[runs.Run]]:
 
 
 @pytest.mark.distributed
-def test_chat_collators_keep_their_columns_and_missing_ones_are_named(on_ranks: list[dict[str, Any]]):
-    (on_first, found), (on_second, _) = (rank["chats"] for rank in on_ranks)
+def test_chat_collators_keep_their_columns_and_missing_ones_are_named():
+    (on_first, found), (on_second, _) = run_distributed(_chat_runs, 2)
     assert on_first == on_second
     assert on_first.keys() == SENTENCES.keys()
     for said in (on_first, refusals(None)):
@@ -300,9 +299,10 @@ def _of_sound(parallel: Any = None) -> runs.Run:
     return on_rank(sound_model(), rows, parallel, {"processing_class": of_sound()})
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_sound_and_texts_of_several_formats_train_alike_under_a_plan(on_ranks: list[dict[str, Any]]):
-    runs.assert_same_run(on_ranks[0]["sound"], _of_sound())
+def test_sound_and_texts_of_several_formats_train_alike_under_a_plan():
+    runs.assert_same_run(run_distributed(_of_sound, 2, {"audio": {}})[0], _of_sound())
 
 
 def test_the_format_of_samples_is_said():
@@ -328,9 +328,10 @@ def _transformed(parallel: Any = None) -> list[float]:
     return [row["loss"] for row in run.logs]
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_columns_are_those_that_a_transform_makes(on_ranks: list[dict[str, Any]]):
-    assert on_ranks[0]["transformed"] == pytest.approx(_transformed(), rel=1e-5)
+def test_columns_are_those_that_a_transform_makes():
+    assert run_distributed(_transformed, 2, {LM: {"pp_size": 2}})[0] == pytest.approx(_transformed(), rel=1e-5)
 
 
 def _without_targets() -> tuple[list[str], float]:
@@ -347,25 +348,9 @@ def _without_targets() -> tuple[list[str], float]:
     return said, trainer.evaluate(data[4:8])["eval_loss"]
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_batches_without_targets_are_told_of(on_ranks: list[dict[str, Any]]):
-    (training, evaluation), loss = on_ranks[0]["without targets"]
+def test_batches_without_targets_are_told_of():
+    (training, evaluation), loss = run_distributed(_without_targets, 2)[0]
     assert "`labels` are -100" in training and "NaN" in evaluation
     assert math.isnan(loss)
-
-
-def _on_a_rank() -> dict[str, Any]:
-    return {
-        "forms": _all_forms(),
-        "chats": _chat_runs(),
-        "sound": _of_sound({"audio": {}}),
-        "transformed": _transformed({LM: {"pp_size": 2}}),
-        "without targets": _without_targets(),
-    }
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("ranks"))
-        return made_once("default data", lambda: run_distributed(_on_a_rank, 2, timeout=250))
