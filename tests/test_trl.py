@@ -299,7 +299,7 @@ def preference_losses(trainer_class: Any, config_class: Any, attention: str, fol
 
 @pytest.mark.parametrize(
     "trainer_class, config_class",
-    [(DPOTrainer, DPOConfig), (RewardTrainer, RewardConfig), (GRPOTrainer, GRPOConfig)],
+    [(DPOTrainer, DPOConfig), deep(RewardTrainer, RewardConfig), deep(GRPOTrainer, GRPOConfig)],
 )
 def test_preferences_and_rewards(trainer_class: Any, config_class: Any, tmp_path: Path) -> None:
     found, expected = (

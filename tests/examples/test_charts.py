@@ -116,6 +116,7 @@ def test_every_sample_asks_about_what_it_shows(dataset):
     assert {"table", "drawn", "two_charts"} < tasks and len(tasks & {"text_rows", "text_highest"}) > 0
 
 
+@pytest.mark.deep
 def test_a_set_is_drawn_once_and_alike_in_any_number_of_processes(tmp_path, monkeypatch):
     first, other = (chart_dataset(8, cache_dir=str(tmp_path / str(num)), num_proc=num) for num in (1, 2))
     assert first.data.table == other.data.table

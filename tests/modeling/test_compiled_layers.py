@@ -110,6 +110,7 @@ def test_the_compiler_of_inductor_equals_eager_layers():
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.deep
 def test_layers_that_are_not_one_graph_run_without_compilation(monkeypatch: pytest.MonkeyPatch):
     """Attention of the encoder of Qwen2.5-VL cuts its rows by lengths that are values of a tensor."""
     warned: list[str] = []

@@ -141,6 +141,7 @@ def at_the_start(folder: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.deep
 def test_what_goes_wrong_at_the_start_and_losses_that_are_not_finite(tmp_path: Path):
     zero, one = run_distributed(at_the_start, 2, str(tmp_path))
     assert zero["folder"] == one["folder"] and re.match(r"ValueError: `output_dir=.*file0/out'`", zero["folder"])

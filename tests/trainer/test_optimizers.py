@@ -108,7 +108,11 @@ def test_optimizers_by_matrix_are_refused_under_tensor_parallelism(tmp_path: Pat
         assert all(f"`{cls}`" in said[cls] and "`tp_size`" in said[cls] for cls in BY_MATRIX)
 
 
-def _prepare_for_later_plans(settings: Any) -> dict[str, str]:
+def _prepare_for_later_plans(*plans: Any) -> list[dict[str, str]]:
+    return [_prepare_for_plans_after(plan) for plan in plans]
+
+
+def _prepare_for_plans_after(settings: Any) -> dict[str, str]:
     """What each optimizer says on a rank of copies of the whole model, which later plans may cut; empty if nothing."""
     said = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -125,10 +129,9 @@ def _prepare_for_later_plans(settings: Any) -> dict[str, str]:
 
 
 def test_an_optimizer_that_a_plan_after_a_loss_could_not_use_is_refused_before_the_first_step():
-    for said in run_distributed(_prepare_for_later_plans, 4, "auto"):
-        assert set(said) == {"adafactor"} and "`tp_size=1`" in said["adafactor"]
-    whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}
-    assert run_distributed(_prepare_for_later_plans, 4, whole) == [{}] * 4, "templates cut no matrix"
+    whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}  # whose templates cut no matrix
+    for said, of_whole in run_distributed(_prepare_for_later_plans, 4, "auto", whole):
+        assert set(said) == {"adafactor"} and "`tp_size=1`" in said["adafactor"] and of_whole == {}
 
 
 def _given() -> dict[str, Any]:

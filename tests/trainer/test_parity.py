@@ -214,7 +214,7 @@ def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
 
 COPIES = {VISION: {"dp_size": 2}}
 BF16 = [
-    ("llava", 4, {**COPIES, LM: {"pp_size": 2}}),
+    deep("llava", 4, {**COPIES, LM: {"pp_size": 2}}),
     ("llama_tied", 2, {LM: {"tp_size": 2}}),
     deep("llava", 4, {**COPIES, LM: VP2}),
     deep("llava", 4, {**COPIES, LM: SPLIT2}),

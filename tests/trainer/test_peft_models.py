@@ -236,7 +236,7 @@ def test_a_model_with_adapters_gets_no_more():
         adapter_configs(with_adapter("plain"), more)
 
 
-@pytest.mark.parametrize("kind", ["IA3Config", "PrefixTuningConfig", "several", "plain"])
+@pytest.mark.parametrize("kind", runs.deep_but(("IA3Config", "PrefixTuningConfig", "several", "plain"), "plain"))
 def test_all_sizes_one_is_the_stock_trainer_for_every_kind(kind: str):
     logs = []
     arguments = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2}
