@@ -144,6 +144,7 @@ def of_images(folder: Path, packed: bool, **settings: Any) -> Any:
     return trainer_of(model, args, collator, train_dataset=Dataset.from_list(rows), processing_class=processor)
 
 
+@pytest.mark.deep
 def test_supervised_fine_tuning_with_packed_images(tmp_path: Path) -> None:
     expected = losses(of_images(tmp_path, False))
     assert len(expected) == 3

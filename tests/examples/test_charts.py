@@ -145,6 +145,7 @@ def test_the_processor_keeps_texts_and_sizes_and_can_be_loaded(dataset, tmp_path
         assert all(torch.equal(value, again[name]) for name, value in encoded.items())
 
 
+@pytest.mark.deep
 def test_the_script_trains_evaluates_and_asks_what_it_saved(monkeypatch, capsys, tmp_path):
     sizes = "--num_train_samples 8 --num_eval_samples 6 --hidden_size 48 --vision_hidden_size 32 --num_hidden_layers 2"
     flags = f"{sizes} --global_batch_size 4 --max_steps 2 --logging_steps 1 --use_cpu --disable_tqdm true"

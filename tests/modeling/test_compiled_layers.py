@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, Callable[[], PreTrainedModel], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", [deep(name, unless=name == "llava, recomputed") for name in CASES])
+@pytest.mark.parametrize("name", [deep(name) for name in CASES])
 def test_compiled_layers_equal_eager_ones_in_few_graphs(name: str):
     family, make, num_graphs = CASES[name]
     expected = train_and_evaluate(family, make())

@@ -189,7 +189,7 @@ def test_deepstack_features_enter_only_at_their_layers():
 
 @pytest.mark.parametrize(
     ("family", "recompute", "shared"),
-    [("llava", 1, False), ("gemma3", 2, True), ("qwen2_5_vl", 2, True), ("qwen2_5_omni", 2, False)],
+    [("llava", 1, False), deep("gemma3", 2, True), ("qwen2_5_vl", 2, True), deep("qwen2_5_omni", 2, False)],
 )
 def test_activation_checkpointing_changes_nothing(family, recompute, shared):
     model = tiny.FAMILIES[family]().train()

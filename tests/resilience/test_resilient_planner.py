@@ -208,7 +208,7 @@ def test_nodes_take_the_places_where_least_is_copied(cluster: str) -> None:
 MISJUDGED = {"qwen2_5_omni": 0.028, "qwen3_vl": 0.016}
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", third(MODELS))
 @pytest.mark.parametrize("memory_bytes", [None, 9.5e6])
 def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes: float | None) -> None:
     """Than with any single size, on any number of nodes; with as few nodes for a copy of the model, or with fewer."""

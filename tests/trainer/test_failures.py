@@ -109,6 +109,7 @@ def stands_still() -> list[str]:
     return said
 
 
+@pytest.mark.deep
 def test_who_is_waited_for_is_said_while_ranks_stand_still():
     zero, one = run_distributed(stands_still, 2)
     stopped = r"wait for rank 1, .*\n  rank 0: `.*waiting for other ranks`, for \d s\n  rank 1: no sign of life, last"

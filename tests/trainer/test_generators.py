@@ -198,6 +198,7 @@ def logged(parallel: Any, **arguments: Any) -> list[dict[str, float]]:
     return [{name: row[name] for name in names if name in row} for row in trainer.state.log_history]
 
 
+@pytest.mark.deep
 def test_the_losses_of_modules_are_logged_and_batches_are_added_up():
     """Under a plan and on one process with gradient accumulation, where the stock Trainer does not count targets."""
     planned = run_distributed(logged, 2, {IMAGE: ON_VISION})[0]

@@ -265,6 +265,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return made_once("loading", lambda: run_distributed(_on_two_ranks, 2, folder, timeout=200))
 
 
+@pytest.mark.deep
 def test_a_stream_goes_on_in_the_middle_of_a_later_epoch(two_ranks: list[Any]):
     (steps, straight), (rest, resumed) = two_ranks[0][0]
     assert rest == steps[4:] == [tuple(range(8, 16)), tuple(range(16, 22))]
@@ -272,6 +273,7 @@ def test_a_stream_goes_on_in_the_middle_of_a_later_epoch(two_ranks: list[Any]):
     assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
 
 
+@pytest.mark.deep
 def test_a_function_that_gives_other_sizes_on_each_rank_is_asked_once_for_a_sample(two_ranks: list[Any]):
     """All ranks have the table of the first; of a draw, they measure parts, and all arrange it by the same sizes."""
     (_, table, first), (_, other_table, second) = two_ranks

@@ -97,6 +97,7 @@ def test_each_rank_measures_a_part_and_all_arrange_alike_resumed_or_not(tmp_path
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_a_sample_that_can_not_be_measured_is_left_out_on_all_ranks(tmp_path: Path):
     ranks = run_distributed(sized_run, 3, tmp_path, 5, on_bad_sample="skip")
     steps = ranks[0][1]

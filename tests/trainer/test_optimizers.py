@@ -128,6 +128,7 @@ def _prepare_for_plans_after(settings: Any) -> dict[str, str]:
     return said
 
 
+@pytest.mark.deep
 def test_an_optimizer_that_a_plan_after_a_loss_could_not_use_is_refused_before_the_first_step():
     whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}  # whose templates cut no matrix
     for said, of_whole in run_distributed(_prepare_for_later_plans, 4, "auto", whole):

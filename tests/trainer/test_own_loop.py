@@ -16,6 +16,7 @@ from transformers import LlavaForConditionalGeneration, Trainer, get_cosine_sche
 
 from hf_mmparallel import prepare
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
@@ -182,7 +183,7 @@ def loop() -> Loop:
     return Loop({})
 
 
-@pytest.mark.parametrize(("plan", "packing"), [({}, None), ({}, True), ("auto", None)])
+@pytest.mark.parametrize(("plan", "packing"), [({}, None), deep({}, True), deep("auto", None)])
 def test_one_process_has_the_same_loop(reference: runs.Run, plan: Any, packing: bool | None):
     loop = Loop(plan, packing=packing)
     runs.assert_same_run(loop.run(), reference)

@@ -104,7 +104,7 @@ def test_losses_are_means_over_tokens_for_models_that_do_not_count_them(engine: 
 
 @pytest.mark.parametrize(
     ("engine", "arguments"),
-    [("zero1", {"packing": True, **ARRANGED}), deep("ddp", {"microbatch_assignment": "disttrain"})],
+    [deep("zero1", {"packing": True, **ARRANGED}), deep("ddp", {"microbatch_assignment": "disttrain"})],
     ids=["packed rows", "another arrangement"],
 )
 def test_what_else_is_arranged_trains_alike(engine: str, arguments: dict[str, Any]):
