@@ -7,7 +7,7 @@ The part of a test or a case is the checksum of its name: others that come or go
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -16,7 +16,7 @@ import pytest
 PARTS = 10
 CHOSEN = "HF_MMPARALLEL_TEST_DEEP"
 """Environment variable with the part that `--deep` asks for; ranks read it, too."""
-_SEED = 1023  # of the checksums; deals the tests that take longest to different parts
+_SEED = 514  # of the checksums; deals the tests that take longest to different parts
 
 T = TypeVar("T")
 
@@ -24,6 +24,11 @@ T = TypeVar("T")
 def deep(*values: Any, unless: bool = False, id: str | None = None) -> Any:
     """A case that is a deep test, unless it is one of those that always run."""
     return pytest.param(*values, id=id, marks=() if unless else pytest.mark.deep)
+
+
+def third(cases: Iterable[Any]) -> list[Any]:
+    """The cases of a test, each of one value: every third always runs, the others are deep."""
+    return [deep(case, unless=not place % 3) for place, case in enumerate(cases)]
 
 
 def is_in_part(name: str, part: str) -> bool:

@@ -28,6 +28,7 @@ for _ in range(10):
 PYTHON = [sys.executable, "-c"]
 
 
+@pytest.mark.deep
 def test_the_hosts_see_each_other_until_the_cable_is_cut_and_have_a_loopback_each():
     with TwoHosts() as hosts:
         assert hosts.addresses[0] != hosts.addresses[1]

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -11,6 +12,7 @@ import hf_mmparallel
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.deep
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
     build(config)

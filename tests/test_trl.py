@@ -1,6 +1,7 @@
 """TRL's own trainers with `"bitfield"` attention against `"sdpa"`, and plans under them against one process."""
 
 import copy
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from hf_mmparallel import (
 from tests import tiny
 from tests.data import processors
 from tests.data.conversations import random_image
-from tests.deep_cases import deep
+from tests.deep_cases import deep, in_turn
 from tests.distributed import run_distributed
 
 PACKED = {
@@ -143,6 +144,7 @@ def of_images(folder: Path, packed: bool, **settings: Any) -> Any:
     return trainer_of(model, args, collator, train_dataset=Dataset.from_list(rows), processing_class=processor)
 
 
+@pytest.mark.deep
 def test_supervised_fine_tuning_with_packed_images(tmp_path: Path) -> None:
     expected = losses(of_images(tmp_path, False))
     assert len(expected) == 3
@@ -177,47 +179,66 @@ def of_folder(folder: Path, **settings: Any) -> Any:
     return trainer_of(str(folder / "model"), args, train_dataset=samples(), processing_class=tokenizer())
 
 
-def on_ranks(folder: str) -> dict[str, list[dict[str, float]]]:
-    torch.set_num_threads(1)
-    found = {}
+PP2 = {"parallel": {"language_model": {"pp_size": 2}}}
+
+
+def of_folder_on_rank(folder: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr("trl.trainer.sft_trainer.create_model_from_path")  # reads whole models
-        for dtype in ("float32", "bfloat16"):
-            plan = {"parallel": {"language_model": {"pp_size": 2}}, "model_init_kwargs": {"dtype": dtype}}
-            trainer = of_folder(Path(folder), **ON_RANK, **plan)
+        for dtype in ("bfloat16", "float32"):
+            trainer = of_folder(folder, **ON_RANK, **PP2, model_init_kwargs={"dtype": dtype})
             assert {str(p.dtype) for p in trainer.engine.parameters()} == {f"torch.{dtype}"}
-            if dtype == "float32":
-                found["a folder"] = logs(trainer)
-    for name, (attention, settings) in PLANS.items():
-        given = {**ON_RANK, "max_length": None, **settings}
-        if "peft_config" in given:
-            given["peft_config"] = LoraConfig(**given["peft_config"])
-        found[name] = logs(of_text(attention, Path(folder), **given))
-    found["mixture of experts"] = logs(of_experts(Path(folder), {"language_model": {"pp_size": 2}}, **ON_RANK))
-    images = {"parallel": {"vision": {}, "language_model": {}}, **ON_RANK}
-    for packing in (True, False):
-        trainer = of_images(Path(folder), packing, packing=packing, **images)
-        found[f"images, {packing=}"] = logs(trainer)
-        assert trainer.training_sizes.of_rank(trainer.train_dataset) is not None  # samples are arranged by sizes
-    return found
+    return trainer
+
+
+def of_plan(folder: Path, name: str) -> Any:
+    attention, settings = PLANS[name]
+    given = {**ON_RANK, "max_length": None, **settings}
+    if "peft_config" in given:
+        given["peft_config"] = LoraConfig(**given["peft_config"])
+    return of_text(attention, folder, **given)
+
+
+def of_images_on_rank(folder: Path, packing: bool) -> Any:
+    layout = {"parallel": {"vision": {}, "language_model": {}}}
+    trainer = of_images(folder, packing, packing=packing, **layout, **ON_RANK)
+    assert trainer.training_sizes.of_rank(trainer.train_dataset) is not None  # samples are arranged by sizes
+    return trainer
+
+
+def of_stock(folder: Path, peft_config: Any = None) -> Any:
+    return of_text("sdpa", folder, peft_config, max_length=None)
+
+
+# Trainer under a plan, and the stock one with the same logs
+PLANNED: dict[str, tuple[Any, Any]] = {
+    "a folder": (of_folder_on_rank, of_folder),
+    **{name: (functools.partial(of_plan, name=name), of_stock) for name in PLANS},
+    "copies, LoRA": (
+        functools.partial(of_plan, name="copies, LoRA"),
+        lambda folder: of_stock(folder, LoraConfig(**LORA)),
+    ),
+    "mixture of experts": (lambda folder: of_experts(folder, **ON_RANK, **PP2), of_experts),
+    "images": (functools.partial(of_images_on_rank, packing=False), functools.partial(of_images, packed=False)),
+    "packed images": (functools.partial(of_images_on_rank, packing=True), functools.partial(of_images, packed=False)),
+}
+
+
+def on_ranks(folder: Path, names: list[str]) -> dict[str, list[dict[str, float]]]:
+    torch.set_num_threads(1)
+    return {name: logs(PLANNED[name][0](folder)) for name in names}
 
 
 @pytest.mark.distributed
 def test_plans_give_the_logs_of_stock_trl(tmp_path: Path) -> None:
-    text = logs(of_text("sdpa", tmp_path, max_length=None))
-    adapted = logs(of_text("sdpa", tmp_path, LoraConfig(**LORA), max_length=None))
-    images = logs(of_images(tmp_path, False))
-    experts = logs(of_experts(tmp_path))
     llama("sdpa").save_pretrained(tmp_path / "model")
-    assert logs(of_folder(tmp_path)) == text
-    for rank in run_distributed(on_ranks, 2, str(tmp_path), timeout=240):
-        assert len(rank) == 7
-        for name, found in rank.items():
-            expected = images if "images" in name else adapted if "LoRA" in name else text
-            expected = experts if "experts" in name else expected
-            assert len(found) == len(expected) == 3
-            for got, want in zip(found, expected, strict=True):
-                assert got == pytest.approx(want, rel=2e-5), name
+    cases = in_turn(PLANNED, "pipeline, packed", "packed images")
+    ranks = run_distributed(on_ranks, 2, tmp_path, [*cases], timeout=240)
+    for name, (_, make) in cases.items():
+        expected = logs(make(tmp_path))
+        assert len(expected) == 3
+        for rank in ranks:
+            assert rank[name] == [pytest.approx(row, rel=2e-5) for row in expected], name
 
 
 class OwnLoss(SFTTrainer):
@@ -231,13 +252,12 @@ class PlannedDPOConfig(DPOConfig, MultimodalTrainingArguments):
 
 
 def test_what_a_plan_can_not_compute_is_refused(tmp_path: Path) -> None:
-    plan = {"parallel": {"language_model": {"pp_size": 2}}}
     for setting in ({"loss_type": "dft"}, {"activation_offloading": True}):
         with pytest.raises(ValueError, match=next(iter(setting))):
-            of_text("sdpa", tmp_path, **plan, **setting)
+            of_text("sdpa", tmp_path, **PP2, **setting)
     cases = ((OwnLoss, MultimodalSFTConfig, samples()), (DPOTrainer, PlannedDPOConfig, preferences()))
     for trainer, config, data in cases:
-        args = config(tmp_path, report_to="none", bf16=False, **plan)
+        args = config(tmp_path, report_to="none", bf16=False, **PP2)
         with pytest.raises(ValueError, match=f"{trainer.__name__}.compute_loss"):
             parallelize(trainer)(llama("sdpa"), args=args, train_dataset=data, processing_class=tokenizer())
 
@@ -280,7 +300,7 @@ def preference_losses(trainer_class: Any, config_class: Any, attention: str, fol
 
 @pytest.mark.parametrize(
     "trainer_class, config_class",
-    [(DPOTrainer, DPOConfig), (RewardTrainer, RewardConfig), (GRPOTrainer, GRPOConfig)],
+    [(DPOTrainer, DPOConfig), deep(RewardTrainer, RewardConfig), deep(GRPOTrainer, GRPOConfig)],
 )
 def test_preferences_and_rewards(trainer_class: Any, config_class: Any, tmp_path: Path) -> None:
     found, expected = (

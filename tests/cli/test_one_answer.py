@@ -120,6 +120,7 @@ def test_ranks_that_wait_for_a_larger_replica_are_a_bubble(tmp_path, ask):
     assert f"{bubble:.1%} of the ranks" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.deep
 def test_what_is_given_comes_before_what_a_plan_was_made_for(tmp_path, ask, fail):
     path = tmp_path / "plan.yaml"
     (tmp_path / "gpu.yaml").write_text("like: a100\nmemory_gib: 30\n")

@@ -13,6 +13,7 @@ import hf_mmparallel
 from hf_mmparallel import PackingCollator
 from hf_mmparallel.kernels.recurrent_layers import start_anew_at_samples
 from tests import hybrids, tiny
+from tests.deep_cases import third
 
 LENGTHS = (13, 5, 21, 30)
 BOUNDS = [0, 13, 18, 39, 69]
@@ -44,7 +45,7 @@ def run(model: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor, torch.T
     return output.loss.item(), torch.cat(gradients), output.logits.detach()
 
 
-@pytest.mark.parametrize("name", hybrids.CONFIGS)
+@pytest.mark.parametrize("name", third(hybrids.CONFIGS))
 def test_a_packed_row_is_its_samples(name: str):
     model = hybrids.build(name).train()
     model.set_attn_implementation("bitfield")

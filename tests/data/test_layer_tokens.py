@@ -23,6 +23,7 @@ from hf_mmparallel.modeling.prepare import prepare_stages
 from hf_mmparallel.modeling.spec import layers_of
 from hf_mmparallel.modeling.unowned import hidden_of
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from tests.deep_cases import deep
 from tests.modeling.test_composed import compose, make_samples
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
 
@@ -68,7 +69,13 @@ def measured(model: Any, spec: Any, samples: Any, collator: Any) -> Sizes:
 SQUARES_DIFFER = ("qwen2_5_vl", "qwen2_5_omni", "mistral3")
 
 
-@pytest.mark.parametrize("family", ["composed", *(name for name in FAMILIES if name not in TEXT_ONLY)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "composed",
+        *(deep(f, unless=f in ("qwen2_5_vl", "mistral3", "voxtral")) for f in FAMILIES if f not in TEXT_ONLY),
+    ],
+)
 def test_sizes_are_what_layers_see(family):
     if family == "composed":
         (model, rows), collator = compose("clip_whisper_llama"), PretokenizedCollator()
@@ -89,7 +96,7 @@ def llava() -> tuple[Any, Any, Any]:
     return model, build_model_spec(model), collate("llava")
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen3_vl", "voxtral"])
+@pytest.mark.parametrize("family", ["llava", deep("qwen3_vl"), deep("voxtral")])
 def test_a_model_on_the_meta_device_and_what_a_rank_keeps_of_one_are_measured(family):
     samples, collator = make_dataset(family, 5), collate(family)
     whole, kept = FAMILIES[family](), FAMILIES[family]()

@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 from hf_mmparallel.data.mask_rules import MaskRule, words_of_batch
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, decode_words, dense_mask
 from tests import tiny
+from tests.deep_cases import third
 
 from .conversations import left_padded
 
@@ -50,7 +51,7 @@ def masks_of_layers(model: Any, batch: dict[str, Tensor]) -> list[tuple[Tensor, 
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", third(FAMILIES))
 @torch.no_grad()
 def test_words_are_the_masks_that_layers_get(family: str, side: str):
     model = tiny.FAMILIES[family]()

@@ -116,6 +116,7 @@ def test_every_sample_asks_about_what_it_shows(dataset):
     assert {"table", "drawn", "two_charts"} < tasks and len(tasks & {"text_rows", "text_highest"}) > 0
 
 
+@pytest.mark.deep
 def test_a_set_is_drawn_once_and_alike_in_any_number_of_processes(tmp_path, monkeypatch):
     first, other = (chart_dataset(8, cache_dir=str(tmp_path / str(num)), num_proc=num) for num in (1, 2))
     assert first.data.table == other.data.table
@@ -144,6 +145,7 @@ def test_the_processor_keeps_texts_and_sizes_and_can_be_loaded(dataset, tmp_path
         assert all(torch.equal(value, again[name]) for name, value in encoded.items())
 
 
+@pytest.mark.deep
 def test_the_script_trains_evaluates_and_asks_what_it_saved(monkeypatch, capsys, tmp_path):
     sizes = "--num_train_samples 8 --num_eval_samples 6 --hidden_size 48 --vision_hidden_size 32 --num_hidden_layers 2"
     flags = f"{sizes} --global_batch_size 4 --max_steps 2 --logging_steps 1 --use_cpu --disable_tqdm true"

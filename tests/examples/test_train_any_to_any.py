@@ -13,6 +13,7 @@ import train_any_to_any as example  # noqa: E402
 from hf_mmparallel import MultimodalModel
 
 
+@pytest.mark.deep
 def test_it_trains_reads_and_draws(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path):
     flags = "--use_cpu --disable_tqdm true --max_steps 12 --logging_steps 4 --global_batch_size 16"
     monkeypatch.setattr(sys, "argv", ["train_any_to_any.py", *flags.split(), "--output_dir", str(tmp_path)])

@@ -171,8 +171,9 @@ def search_result(question: Question) -> Row:
 
 
 def questions() -> dict[str, Question]:
-    """The cases of the search by name."""
-    return {str(question): question for question in (*text_cases(), *multimodal_cases())}
+    """The cases of the search in bfloat16 by name."""
+    cases = (*text_cases(), *multimodal_cases())
+    return {str(question): question for question in cases if question.dtype == "bfloat16"}
 
 
 def drawn_cases() -> list[Case]:

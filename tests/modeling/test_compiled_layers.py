@@ -82,7 +82,6 @@ def with_adapters(recomputed: bool) -> PreTrainedModel:
 
 # What is built -> graphs of its two stacks, with gradients and without
 CASES: dict[str, tuple[str, Callable[[], PreTrainedModel], int]] = {
-    "llava": ("llava", lambda: build("llava"), 4),
     "llava, recomputed": ("llava", lambda: build("llava", recomputed=True), 4),
     # the first layer of each stack has an input that is not trained, unless what is before it is
     "adapters, recomputed": ("llava", lambda: with_adapters(recomputed=True), 5),
@@ -90,7 +89,7 @@ CASES: dict[str, tuple[str, Callable[[], PreTrainedModel], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", [deep(name, unless=name == "llava, recomputed") for name in CASES])
+@pytest.mark.parametrize("name", map(deep, CASES))
 def test_compiled_layers_equal_eager_ones_in_few_graphs(name: str):
     family, make, num_graphs = CASES[name]
     expected = train_and_evaluate(family, make())
@@ -110,6 +109,7 @@ def test_the_compiler_of_inductor_equals_eager_layers():
     assert counters["stats"]["unique_graphs"] == 4
 
 
+@pytest.mark.deep
 def test_layers_that_are_not_one_graph_run_without_compilation(monkeypatch: pytest.MonkeyPatch):
     """Attention of the encoder of Qwen2.5-VL cuts its rows by lengths that are values of a tensor."""
     warned: list[str] = []

@@ -23,6 +23,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig, 
 from hf_mmparallel.modeling.multimodal_model import MultimodalModel
 from hf_mmparallel.modeling.spec import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL
+from tests.deep_cases import third
 from tests.modeling.test_stages import assert_same, make_plan, run_stages
 
 MEDIA = 119
@@ -129,7 +130,7 @@ def compose(encoder: str, language_model: str = "llama", **options: Any) -> tupl
     return model, {**batch, **{entries[name]: value for name, value in given.items()}}
 
 
-@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize("family", third(ENCODERS))
 def test_encoders_have_fitting_projectors_are_saved_and_cut(family: str, tmp_path):
     *_, width, selected = ENCODERS[family]
     model, batch = compose(family)

@@ -118,6 +118,7 @@ sys.stdout.write(type(build_on_meta(sys.argv[1])).__name__)
 """
 
 
+@pytest.mark.deep
 def test_a_folder_is_read_where_nothing_else_was_imported(tmp_path):
     cases.compose("unet").save_pretrained(tmp_path)
     command = [sys.executable, "-c", _READ, str(tmp_path)]

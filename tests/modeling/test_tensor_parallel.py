@@ -49,7 +49,7 @@ SHARDED = {
     "qwen3_vl": ("mlp.linear_fc2.weight", "q_proj.weight", "up_proj.weight"),
     "qwen2_5_omni": ("fc1.weight", "k_proj.bias", "up_proj.weight"),
 }
-CORE = ["llama_tied", "llava", "qwen2_vl", "qwen3_vl_moe", "voxtral"]
+CORE = ["llama_tied", "llava", "qwen3_vl_moe"]
 Batch = dict[str, torch.Tensor]
 
 

@@ -14,6 +14,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from hf_mmparallel.planning.layer_profile import Chunk, ProfileSettings, profile_layers
 from hf_mmparallel.planning.layer_runs import Forward, ModuleRuns, Skeleton, profile_clock
 from tests import any_to_any, tiny
+from tests.deep_cases import deep
 
 torch.set_num_threads(1)
 HIDDEN, HEADS = 64, 4
@@ -130,7 +131,7 @@ def test_one_rank_of_a_layout_keeps_its_share():
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("kind", any_to_any.KINDS)
+@pytest.mark.parametrize("kind", [deep(kind, unless=kind == "dit") for kind in any_to_any.KINDS])
 def test_generators_are_measured_and_blocks_that_are_no_chain_together(kind: str):
     model = any_to_any.compose(kind)
     rounds = {"budget_s": 0.0, "num_rounds": 1, "limit_s": float("inf")}  # the clock does not tell seconds

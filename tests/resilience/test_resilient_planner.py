@@ -38,7 +38,7 @@ from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
 from hf_mmparallel.resilience.templates import fastest_instantiations, fewest_nodes
-from tests.deep_cases import deep
+from tests.deep_cases import deep, third
 from tests.resilience.models import MODELS, chain_of, costs_of, typical
 
 
@@ -155,7 +155,7 @@ def copied(planner: ResilientPlanner, before: ClusterPlan, after: ClusterPlan) -
     return copies.num_bytes
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", third(CLUSTERS))
 @pytest.mark.parametrize("seed", [0, deep(1), deep(2)])
 def test_failures_and_joins_at_random(seed: int, cluster: str) -> None:
     planner = planner_of(*CLUSTERS[cluster])
@@ -208,7 +208,7 @@ def test_nodes_take_the_places_where_least_is_copied(cluster: str) -> None:
 MISJUDGED = {"qwen2_5_omni": 0.028, "qwen3_vl": 0.016}
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", third(MODELS))
 @pytest.mark.parametrize("memory_bytes", [None, 9.5e6])
 def test_plans_with_a_choice_of_sizes_are_never_slower(family: str, memory_bytes: float | None) -> None:
     """Than with any single size, on any number of nodes; with as few nodes for a copy of the model, or with fewer."""

@@ -21,7 +21,6 @@ from hf_mmparallel.plan import LANGUAGE_MODEL
 from tests import tiny
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
-from tests.folders import made_once
 from tests.trainer import runs
 
 pytestmark = pytest.mark.distributed
@@ -147,9 +146,6 @@ NAMED = {
 }
 
 
-CASES = in_turn(TRAINED, "frozen copies of a decoder", "own loss", "loss of the forward", "not finite", "rounded")
-
-
 def train(family: str, layout: dict, weight: str = "", **settings: Any) -> str | list[float]:
     """What is said in the first step, or the losses."""
     trainer = runs.make_trainer(family, layout, **settings)
@@ -162,40 +158,39 @@ def train(family: str, layout: dict, weight: str = "", **settings: Any) -> str |
     return [row["loss"] for row in runs.step_logs(trainer)]
 
 
-def of_three() -> dict[str, Any]:
-    """Case -> what this rank says, or its losses."""
-    found: dict[str, Any] = {
-        name: train("llava", layout, weight, model=make() if make else None, **settings)
-        for name, (layout, make, settings, weight) in CASES.items()
-    }
-    with silent_plan():
-        found["silent plan"] = train("qwen3_vl_moe", {LM: {"tp_size": 2}})
-    with claimed_share(NORM):
-        found["claimed share"] = train("llava", {LM: {"tp_size": 2}})
+def train_case(name: str) -> str | list[float]:
+    """What this rank says of a case of three ranks, or its losses."""
+    if name in TRAINED:
+        layout, make, settings, weight = TRAINED[name]
+        return train("llava", layout, weight, model=make() if make else None, **settings)
+    if name == "silent plan":
+        with silent_plan():
+            return train("qwen3_vl_moe", {LM: {"tp_size": 2}})
+    if name == "claimed share":
+        with claimed_share(NORM):
+            return train("llava", {LM: {"tp_size": 2}})
     steps = Steps()
-    settings: dict = {"train_sampling_strategy": "sequential", "callbacks": [steps], "data": later_images()}
+    settings = {"train_sampling_strategy": "sequential", "callbacks": [steps], "data": later_images()}
     with claimed_share("model.multi_modal_projector.linear_2.bias"):
-        found["claimed share of an encoder"] = train("llava", {"vision": {"tp_size": 2}}, **settings)
+        said = train("llava", {"vision": {"tp_size": 2}}, **settings)
     assert steps.ended == [1]  # which had no image
-    return found
+    return said
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return made_once("first steps", lambda: run_distributed(of_three, 3))
+def train_cases(names: list[str]) -> dict[str, str | list[float]]:
+    return {name: train_case(name) for name in names}
 
 
-@pytest.mark.parametrize("name", [name for name in NAMED if name in CASES or name not in TRAINED])
-def test_what_is_wrong_is_named_alike_on_all_ranks(ranks: list[dict[str, Any]], name: str):
-    first, *others = (rank[name] for rank in ranks)
-    assert isinstance(first, str) and re.search(NAMED[name], first), first
-    assert others == [first] * 2
-
-
-def test_a_loss_that_is_not_finite_or_rounded_goes_on(ranks: list[dict[str, Any]]):
-    not_finite, rounded = (ranks[0][name] for name in ("not finite", "rounded"))
-    assert len(not_finite) == len(rounded) == 4
-    assert not math.isfinite(not_finite[0]) and all(map(math.isfinite, rounded))
+def test_what_is_wrong_is_named_alike_on_all_ranks_and_losses_not_finite_or_rounded_go_on():
+    cases = {**NAMED, "not finite": "", "rounded": ""}
+    chosen = in_turn(cases, "frozen copies of a decoder", "own loss", "claimed share", "rounded")
+    found = run_distributed(train_cases, 3, [*chosen])
+    for name, said in chosen.items():
+        first, *others = (rank[name] for rank in found)
+        if said:
+            assert others == [first] * 2 and isinstance(first, str) and re.search(said, first), (name, first)
+        else:
+            assert len(first) == 4 and math.isfinite(first[0]) == (name == "rounded")
 
 
 def of_four() -> tuple[str | list[float], str | list[float], list[float]]:

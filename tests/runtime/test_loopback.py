@@ -17,6 +17,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ContextSettings, ModulePlan, Para
 from hf_mmparallel.plan.methods import SCHEDULES, Schedule
 from hf_mmparallel.plan.ownership import trainable_stages
 from tests import tiny
+from tests.deep_cases import third
 from tests.runtime.loopback import LoopbackTransport, LoopbackWorld, Outcome, assert_close, reference, run_loopback
 from tests.schedule.builders import splitting
 
@@ -236,7 +237,7 @@ FIXED = {
 }
 
 
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("name", third(FIXED))
 def test_a_fixed_case_equals_one_process(name):
     check(case_of(*FIXED[name]))
 

@@ -20,7 +20,7 @@ from tests.trainer import runs
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "llava, pp 2"))
+@pytest.mark.parametrize("name", runs.deep_but(("llava, pp 2", "qwen2_vl, cp 2, packed", "llava, dp 2, ZeRO-2")))
 def test_the_host_waits_for_no_device_between_two_logs(name: str, tmp_path: Path):
     layout = LAYOUTS[name]
     found = run_distributed(count_rank, layout.ranks, layout, f"file://{tmp_path}/meet", timeout=200)
@@ -39,7 +39,7 @@ def test_groups_are_counted_for_a_rank_of_a_large_plan():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(SUMMED, "llava, dp 2, ZeRO-1"))
+@pytest.mark.parametrize("name", runs.deep_but(SUMMED))
 def test_gradients_take_few_buckets_beside_one_of_each_weight(name: str):
     layout = SUMMED[name]
     for counted in run_distributed(count_gradients, layout.ranks, layout, timeout=200):

@@ -134,7 +134,7 @@ def train_layouts(folder: str, bits: int) -> list[list[dict[str, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("bits", "divided", "said"), [(4, {"tp_size": 2}, "uint8"), deep(8, {"dp_size": 2, "zero_stage": 3}, "int8")]
+    ("bits", "divided", "said"), [deep(4, {"tp_size": 2}, "uint8"), deep(8, {"dp_size": 2, "zero_stage": 3}, "int8")]
 )
 def test_adapters_of_quantized_weights_train_as_with_the_stock_trainer(
     tmp_path: Path, bits: int, divided: dict[str, int], said: str

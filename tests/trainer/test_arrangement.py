@@ -183,7 +183,6 @@ def arranged_run(case: Case) -> tuple[runs.Run, list[Arranged], list[float]]:
 
 CORE = (
     "trained, eager as far as memory goes, copies of vision, stages of the LM",
-    "a frozen tower, packed to a budget of tokens, copies of the LM",
     "counts of the plan, gradients of the LM divided in its backwards, one encoder for all",
 )
 

@@ -128,6 +128,7 @@ def resumed(folder: Path) -> runs.Run:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path: Path):
     with pytest.raises(RankFailure):
         run_distributed(killed_while_writing, 2, tmp_path)

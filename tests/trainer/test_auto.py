@@ -137,29 +137,34 @@ def auto_run(parallel: Any, **arguments: Any) -> dict[str, Any]:
     }
 
 
-def auto_runs(folder: str) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """A run that searches freely, one with settings of the user, and what is said of settings that nothing fits."""
+def auto_runs(folder: str) -> tuple[dict[str, Any], str]:
+    """A run that searches freely, and what is said of settings that nothing fits."""
     found = auto_run("auto", output_dir=folder, global_batch_size=None, per_device_train_batch_size=4)
-    kept = auto_run(SHARED)
     with pytest.raises(ValueError) as refused:
         runs.make_trainer("llava", IMPOSSIBLE)
-    return found, kept, str(refused.value)
+    return found, str(refused.value)
 
 
 @pytest.mark.distributed
-def test_auto_trains_as_the_stock_trainer_says_what_it_found_and_keeps_to_what_is_set(tmp_path: Path):
-    (first, kept, refused), (other, _, also_refused) = run_distributed(auto_runs, 2, str(tmp_path), timeout=120)
+def test_auto_trains_as_the_stock_trainer_and_says_what_it_found(tmp_path: Path):
+    (first, refused), (other, also_refused) = run_distributed(auto_runs, 2, str(tmp_path), timeout=120)
     runs.assert_same_run(first["run"], runs.stock("llava"))
     assert first["plan"] == other["plan"] == ParallelPlan.load(tmp_path / "plan.yaml")
     assert first["plan"].world_size == 2 and "<html" in (tmp_path / "plan.html").read_text()
     assert first["batch"] == other["batch"] and first["batch"][0] == runs.GLOBAL_BATCH
     assert first["printed"] and other["printed"] == "" and other["result"] is None
+    assert refused == also_refused and "language_model tp_size=3" in refused
+
+
+@pytest.mark.deep
+@pytest.mark.distributed
+def test_auto_keeps_to_what_is_set():
+    kept = run_distributed(auto_run, 2, SHARED, timeout=120)[0]
     runs.assert_same_run(kept["run"], runs.stock("llava", freeze={"vision": "tower"}))
     vision, language_model = (kept["plan"].modules[name] for name in ("vision", LANGUAGE_MODEL))
     assert vision.layout.startswith("dp 2") and not vision.activation_checkpointing
     assert language_model.layout == "pp 2" and kept["plan"].schedule == "eager"
     assert "on shared ranks" in kept["result"]
-    assert refused == also_refused and "language_model tp_size=3" in refused
 
 
 def test_auto_on_one_process_is_the_stock_trainer(tmp_path: Path):

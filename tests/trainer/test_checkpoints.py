@@ -15,6 +15,7 @@ from transformers.trainer_callback import TrainerState
 from hf_mmparallel.trainer import checkpoint_saves
 from hf_mmparallel.trainer.checkpoint_saves import save_advice
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -47,20 +48,20 @@ def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], e
             torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def _train_and_resume(folder: Path, checkpoint: Path) -> list[dict[str, torch.Tensor] | None]:
-    """A straight run, one from its second step on, and one that goes on there under another layout."""
-    other = {"vision": {"dp_size": 2}, "language_model": {"tp_size": 2}}
-    straight, again = _train(folder, PLAN), _train(folder / "again", PLAN, str(checkpoint))
-    return [straight, again, _train(folder / "other", other, str(checkpoint))]
+OTHER = {"vision": {"dp_size": 2}, "language_model": {"tp_size": 2}}
+
+
+def _train_and_resume(folder: Path, parallel: dict[str, Any]) -> list[dict[str, torch.Tensor] | None]:
+    """A straight run, and one from its second step on under a layout."""
+    return [_train(folder, PLAN), _train(folder / "again", parallel, str(folder / "checkpoint-2"))]
 
 
 @pytest.mark.distributed
-def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
-    checkpoint = tmp_path / "checkpoint-2"
-    straight, resumed, other = run_distributed(_train_and_resume, 4, tmp_path, checkpoint, timeout=200)[0]
-    _assert_close(resumed, straight, exact=True)
-    _assert_close(other, straight)
-    single = run_distributed(_train, 1, tmp_path / "single", None, str(checkpoint))[0]
+@pytest.mark.parametrize("parallel", [PLAN, deep(OTHER)])
+def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path, parallel: dict[str, Any]):
+    straight, resumed = run_distributed(_train_and_resume, 4, tmp_path, parallel, timeout=200)[0]
+    _assert_close(resumed, straight, exact=parallel is PLAN)
+    single = run_distributed(_train, 1, tmp_path / "single", None, str(tmp_path / "checkpoint-2"))[0]
     _assert_close(single, straight)
 
 

@@ -38,8 +38,8 @@ from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
 from tests.data.conversations import conversation, heard, llava_json, sound
 from tests.data.processors import PROCESSORS, of_sound, tokenizer
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
-from tests.folders import made_once
 
 from . import runs
 
@@ -124,7 +124,7 @@ def _trained(cls: Any, args_cls: Any, name: str, as_rows: bool, resume: bool = F
     return trainer
 
 
-@pytest.mark.parametrize("name", runs.deep_but(CASES, "ragged classes", "another length"))
+@pytest.mark.parametrize("name", runs.deep_but(CASES, "ragged classes"))
 def test_without_a_collator_size_1_is_the_stock_trainer(name: str):
     """Also when it is resumed in the middle of an epoch, which draws the same batches."""
     for as_rows, resume in ((True, False), (False, True)):
@@ -167,27 +167,24 @@ FORMS = {
 }
 
 
-def _all_forms() -> dict[str, runs.Run]:
-    return {
-        name: on_rank(tiny.FAMILIES["llava"](), one_image_each(8, ragged, listed), {VISION: {}}, **extra)
-        for name, (ragged, listed, extra) in FORMS.items()
-    }
+def of_form(name: str) -> runs.Run:
+    ragged, listed, extra = FORMS[name]
+    return on_rank(tiny.FAMILIES["llava"](), one_image_each(8, ragged, listed), {VISION: {}}, **extra)
 
 
 @pytest.mark.distributed
-def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan(on_ranks: list[dict[str, Any]]):
-    found = on_ranks[0]["forms"]
+@pytest.mark.parametrize("form", runs.deep_but(FORMS, "stacked, packed"))
+def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan(form: str):
+    found = run_distributed(of_form, 2, form)[0]
+    if FORMS[form][0]:
+        data = one_image_each(8, ragged=True, listed=True)
+        runs.assert_same_run(found, runs.stock("llava", data=data, max_steps=2, per_device_train_batch_size=4))
+        return
     args = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2, "remove_unused_columns": True}
     data: Any = one_image_each(8, ragged=False, listed=False)
     stock = Trainer(tiny.FAMILIES["llava"](), TrainingArguments(output_dir="unused", **args), train_dataset=data)
     stock.train()
-    wanted = runs.Run(runs.step_logs(stock), dict(stock.model.state_dict()))
-    for form in ("stacked, packed", "lists"):
-        runs.assert_same_run(found[form], wanted)
-    padded = runs.stock(
-        "llava", data=one_image_each(8, ragged=True, listed=True), max_steps=2, per_device_train_batch_size=4
-    )
-    runs.assert_same_run(found["stacked, ragged text"], padded)
+    runs.assert_same_run(found, runs.Run(runs.step_logs(stock), dict(stock.model.state_dict())))
 
 
 # Columns
@@ -256,29 +253,35 @@ def refusals(parallel: Any) -> dict[str, str]:
     return said
 
 
-def _chat_runs() -> tuple[dict[str, str], list[runs.Run]]:
-    """On this rank: what is refused, and runs with the default collator, a user's own, and one that packs."""
-    model, plan = chat_model("bitfield"), {VISION: {}}
-    processor: Any = {"processing_class": PROCESSORS["llava"]()}
-    return refusals(plan), [
-        on_rank(chat_model(), chats(8), plan, processor),
-        on_rank(chat_model(), [llava_json(sample) for sample in chats(8)], plan, processor),
-        on_rank(chat_model(), chats(8, "talks"), plan, {"data_collator": chat("talks")}),
-        on_rank(model, chats(8), plan, {"data_collator": PackingCollator(chat(), model)}),
-    ]
+def of_chats(name: str) -> runs.Run:
+    """A run with the default collator, a user's own, or one that packs."""
+    model, data = chat_model("bitfield" if name == "packed" else "sdpa"), chats(8)
+    words: dict[str, Any] = {"processing_class": PROCESSORS["llava"]()}
+    if name == "LLaVA":
+        data = [llava_json(sample) for sample in data]
+    elif name == "own column":
+        data, words = chats(8, "talks"), {"data_collator": chat("talks")}
+    elif name == "packed":
+        words = {"data_collator": PackingCollator(chat(), model)}
+    return on_rank(model, data, {VISION: {}}, words)
 
 
 @pytest.mark.distributed
-def test_chat_collators_keep_their_columns_and_missing_ones_are_named(on_ranks: list[dict[str, Any]]):
-    (on_first, found), (on_second, _) = (rank["chats"] for rank in on_ranks)
+@pytest.mark.parametrize("name", ["messages", deep("LLaVA"), deep("own column"), deep("packed")])
+def test_chat_collators_keep_their_columns(name: str):
+    wanted = on_rank(chat_model(), chats(8), words={"data_collator": chat()})
+    run = run_distributed(of_chats, 2, name)[0]
+    assert [row["loss"] for row in run.logs] == pytest.approx([row["loss"] for row in wanted.logs], rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_missing_columns_are_named():
+    on_first, on_second = run_distributed(refusals, 2, {VISION: {}})
     assert on_first == on_second
     assert on_first.keys() == SENTENCES.keys()
     for said in (on_first, refusals(None)):
         for name, sentence in said.items():
             assert re.search(SENTENCES[name], sentence), (name, sentence)
-    wanted = on_rank(chat_model(), chats(8), words={"data_collator": chat()})
-    for run in found:
-        assert [row["loss"] for row in run.logs] == pytest.approx([row["loss"] for row in wanted.logs], rel=1e-5)
 
 
 def sound_model() -> PreTrainedModel:
@@ -300,9 +303,10 @@ def _of_sound(parallel: Any = None) -> runs.Run:
     return on_rank(sound_model(), rows, parallel, {"processing_class": of_sound()})
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_sound_and_texts_of_several_formats_train_alike_under_a_plan(on_ranks: list[dict[str, Any]]):
-    runs.assert_same_run(on_ranks[0]["sound"], _of_sound())
+def test_sound_and_texts_of_several_formats_train_alike_under_a_plan():
+    runs.assert_same_run(run_distributed(_of_sound, 2, {"audio": {}})[0], _of_sound())
 
 
 def test_the_format_of_samples_is_said():
@@ -328,9 +332,10 @@ def _transformed(parallel: Any = None) -> list[float]:
     return [row["loss"] for row in run.logs]
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_columns_are_those_that_a_transform_makes(on_ranks: list[dict[str, Any]]):
-    assert on_ranks[0]["transformed"] == pytest.approx(_transformed(), rel=1e-5)
+def test_columns_are_those_that_a_transform_makes():
+    assert run_distributed(_transformed, 2, {LM: {"pp_size": 2}})[0] == pytest.approx(_transformed(), rel=1e-5)
 
 
 def _without_targets() -> tuple[list[str], float]:
@@ -347,25 +352,9 @@ def _without_targets() -> tuple[list[str], float]:
     return said, trainer.evaluate(data[4:8])["eval_loss"]
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_batches_without_targets_are_told_of(on_ranks: list[dict[str, Any]]):
-    (training, evaluation), loss = on_ranks[0]["without targets"]
+def test_batches_without_targets_are_told_of():
+    (training, evaluation), loss = run_distributed(_without_targets, 2)[0]
     assert "`labels` are -100" in training and "NaN" in evaluation
     assert math.isnan(loss)
-
-
-def _on_a_rank() -> dict[str, Any]:
-    return {
-        "forms": _all_forms(),
-        "chats": _chat_runs(),
-        "sound": _of_sound({"audio": {}}),
-        "transformed": _transformed({LM: {"pp_size": 2}}),
-        "without targets": _without_targets(),
-    }
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("ranks"))
-        return made_once("default data", lambda: run_distributed(_on_a_rank, 2, timeout=250))

@@ -109,6 +109,7 @@ def stands_still() -> list[str]:
     return said
 
 
+@pytest.mark.deep
 def test_who_is_waited_for_is_said_while_ranks_stand_still():
     zero, one = run_distributed(stands_still, 2)
     stopped = r"wait for rank 1, .*\n  rank 0: `.*waiting for other ranks`, for \d s\n  rank 1: no sign of life, last"
@@ -141,6 +142,7 @@ def at_the_start(folder: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.deep
 def test_what_goes_wrong_at_the_start_and_losses_that_are_not_finite(tmp_path: Path):
     zero, one = run_distributed(at_the_start, 2, str(tmp_path))
     assert zero["folder"] == one["folder"] and re.match(r"ValueError: `output_dir=.*file0/out'`", zero["folder"])

@@ -91,20 +91,19 @@ def assert_same_evaluations(ranks: Sequence[dict[str, Any]], stock: dict[str, An
     torch.testing.assert_close(logits[real], expected[real], rtol=1e-4, atol=1e-5)
 
 
-def our_evaluations() -> list[dict[str, Any]]:
-    """With stages, and with ranks that share the words of the head."""
-    layouts = ({VISION: {"dp_size": 2}, LM: {size: 2}} for size in ("pp_size", "tp_size"))
-    return [evaluations(functools.partial(runs.make_trainer, "llava", layout)) for layout in layouts]
+def our_evaluations(size: str) -> dict[str, Any]:
+    return evaluations(functools.partial(runs.make_trainer, "llava", {VISION: {"dp_size": 2}, LM: {size: 2}}))
 
 
-def test_evaluation_and_prediction_equal_the_stock_trainers():
+@pytest.mark.parametrize("size", ["tp_size", deep("pp_size")])  # of ranks that share the words of the head, of stages
+def test_evaluation_and_prediction_equal_the_stock_trainers(size: str):
     stock = evaluations(runs.stock_trainer)
     assert len(stock["history"]) == 2 and "eval_unseen_accuracy" in stock["history"][1]
-    for ranks in zip(*run_distributed(our_evaluations, 4), strict=True):
-        assert_same_evaluations(ranks, stock)
-        assert (ranks[0]["predictions"] == stock["predictions"]).all()
-        assert ((ranks[0]["logits"] != -100) == (stock["logits"] != -100)).all()
-        assert all(rank["predictions"] is None and rank["labels"] is None for rank in ranks[1:])
+    ranks = run_distributed(our_evaluations, 4, size)
+    assert_same_evaluations(ranks, stock)
+    assert (ranks[0]["predictions"] == stock["predictions"]).all()
+    assert ((ranks[0]["logits"] != -100) == (stock["logits"] != -100)).all()
+    assert all(rank["predictions"] is None and rank["labels"] is None for rank in ranks[1:])
 
 
 # Data and the training loop
@@ -129,23 +128,17 @@ CASES: dict[str, Any] = {
     "workers that stay": lambda: {**EPOCHS, "dataloader_num_workers": 2, "dataloader_persistent_workers": True},
     "no clipping": lambda: {"max_grad_norm": 0.0},
 }
-CORE = ("images at times", "early stopping", "a last batch that is not full")
+CORE = ("images at times",)
 
 
-def run_cases(names: list[str]) -> dict[str, runs.Run]:
+def run_case(name: str) -> runs.Run:
     multiprocessing.set_start_method("fork", force=True)  # what a loader uses outside of the tests' own server
-    return {name: finished(runs.make_trainer("llava", {LM: {"dp_size": 2}}, **CASES[name]())) for name in names}
-
-
-@functools.cache
-def cases(is_core: bool) -> dict[str, runs.Run]:
-    """The cases of one tier on three ranks."""
-    return run_distributed(run_cases, 3, [name for name in CASES if (name in CORE) == is_core])[0]
+    return finished(runs.make_trainer("llava", {LM: {"dp_size": 2}}, **CASES[name]()))
 
 
 @pytest.mark.parametrize("name", runs.deep_but(CASES, *CORE))
 def test_a_run_equals_the_stock_trainers(name: str):
-    run, stock = cases(name in CORE)[name], finished(runs.stock_trainer(**CASES[name]()))
+    run, stock = run_distributed(run_case, 3, name)[0], finished(runs.stock_trainer(**CASES[name]()))
     runs.assert_same_run(run, stock)
     if name == "early stopping":
         assert len(stock.logs) == 2
@@ -240,7 +233,7 @@ def gathered(family: str) -> Any:
     return drawn.num_values, whole if whole is None else (whole.state_dict(), dict(whole.named_buffers()))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "custom", deep("gemma3")])
+@pytest.mark.parametrize("family", ["custom", deep("qwen2_5_vl"), deep("gemma3")])
 def test_the_gathered_model_has_all_weights_and_buffers_and_draws_none(family: str):
     expected = built(family)
     num_drawn, (state, buffers) = run_distributed(gathered, 3, family)[0]

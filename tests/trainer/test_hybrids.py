@@ -128,7 +128,7 @@ def named(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, tuple[st
 
 @pytest.mark.parametrize(
     ("world_size", "layouts", "num_core", "batch_size"),
-    [(2, LAYOUTS, 2, 2), (2, SHARED, 2, 2), (2, LONG, 0, 1), (3, ON_THREE, 1, 4), (4, ON_FOUR, 0, 2)],
+    [(2, LAYOUTS, 1, 2), (2, SHARED, 1, 2), (2, LONG, 0, 1), (3, ON_THREE, 1, 4), (4, ON_FOUR, 0, 2)],
     ids=["2", "cp 2", "cp 2, long", "cp 3", "4"],
 )
 def test_packed_rows_in_a_layout_equal_the_stock_trainer(

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_mmparallel.modeling import build_model_spec, check_supported
 from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
+from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 
 from . import runs
@@ -109,13 +110,14 @@ def words_of(name: str) -> dict[str, Any]:
     return {"model": model, "data": make_dataset(name), "max_steps": 2, "warmup_steps": 0}
 
 
-def run_all() -> dict[str, runs.Run]:
-    return {key: runs.parallel_run("llava", layout, **words_of(name)) for key, (name, layout) in LAYOUTS.items()}
+def run_all(layouts: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, runs.Run]:
+    return {key: runs.parallel_run("llava", layout, **words_of(name)) for key, (name, layout) in layouts.items()}
 
 
 @pytest.mark.distributed
 def test_layouts_equal_the_stock_trainer():
-    for key, run in run_distributed(run_all, 2, timeout=280)[0].items():
+    layouts = in_turn(LAYOUTS, "stages of Emu3")
+    for key, run in run_distributed(run_all, 2, layouts, timeout=280)[0].items():
         try:
             runs.assert_same_run(run, runs.stock("llava", **words_of(LAYOUTS[key][0])))
         except AssertionError as error:

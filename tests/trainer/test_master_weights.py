@@ -17,6 +17,7 @@ from hf_mmparallel.runtime.optimizers import prepare_optimizer
 from hf_mmparallel.runtime.updated_copies import entries_of, source_of_copy
 from hf_mmparallel.world import World
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -75,13 +76,10 @@ def replayed(optim: str) -> list[str]:
     return [name for name, p in trainable.items() if not torch.equal(local(p).detach(), masters[name].bfloat16())]
 
 
-def all_replayed() -> dict[str, list[str]]:
-    return {optim: replayed(optim) for optim in OPTIMIZERS}
-
-
 @pytest.mark.distributed
-def test_steps_are_those_of_a_loop_with_float32_copies_to_the_bit():
-    assert run_distributed(all_replayed, 2) == [dict.fromkeys(OPTIMIZERS, [])] * 2
+@pytest.mark.parametrize("optim", runs.deep_but(OPTIMIZERS, "adamw_torch"))
+def test_steps_are_those_of_a_loop_with_float32_copies_to_the_bit(optim: str):
+    assert run_distributed(replayed, 2, optim) == [[], []]
 
 
 def masters_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -132,16 +130,22 @@ def test_the_copies_follow_the_stock_trainer_with_float32_weights(name: str, tmp
     assert lost > 0.9 * moved  # which 16-bit weights can't hold
 
 
-def runs_without() -> list[runs.Run]:
-    layouts = [{"pp_size": 2, **LORA}, {"pp_size": 2, **LORA, **WITHOUT}, {"dp_size": 2, **WITHOUT}]
+def runs_of(*layouts: dict[str, Any]) -> list[runs.Run]:
     return [runs.run_of(trainer_of({LM: layout}, **ADAMW)) for layout in layouts]
 
 
 @pytest.mark.distributed
-def test_without_copies_16_bit_weights_train_as_in_the_stock_trainer_and_adapters_have_none():
-    with_copies, without, plain = run_distributed(runs_without, 2)[0]
-    assert with_copies.logs == without.logs
+def test_without_copies_16_bit_weights_train_as_in_the_stock_trainer():
+    (plain,) = run_distributed(runs_of, 2, {"dp_size": 2, **WITHOUT})[0]
     runs.assert_same_run(plain, runs.stock("llama", model=half(), **ADAMW), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.deep
+@pytest.mark.distributed
+def test_adapters_have_no_copies():
+    adapted = {"pp_size": 2, **LORA}
+    with_copies, without = run_distributed(runs_of, 2, adapted, {**adapted, **WITHOUT})[0]
+    assert with_copies.logs == without.logs
 
 
 # Checkpoints
@@ -284,12 +288,9 @@ def off_the_sum(parallel: dict[str, Any]) -> float:
     return max(errors)
 
 
-def all_sums() -> list[float]:
-    recomputed = {LM: {"pp_size": 2, "activation_checkpointing": True}}
-    return [off_the_sum(parallel) for parallel in ({LM: {"dp_size": 2}}, {LM: {"tp_size": 2}}, recomputed)]
-
-
 @pytest.mark.distributed
-def test_gradients_of_bfloat16_weights_add_up_in_float32():
-    for errors in run_distributed(all_sums, 2, timeout=200):
-        assert max(errors) < 2e-6, errors  # sums in bfloat16 are off by more than 3e-3
+@pytest.mark.parametrize(
+    "sizes", [{"dp_size": 2}, deep({"tp_size": 2}), deep({"pp_size": 2, "activation_checkpointing": True})]
+)
+def test_gradients_of_bfloat16_weights_add_up_in_float32(sizes: dict[str, Any]):
+    assert max(run_distributed(off_the_sum, 2, {LM: sizes})) < 2e-6  # sums in bfloat16 are off by more than 3e-3

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset as TorchDataset
 from hf_mmparallel.data import measured_batches
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
@@ -66,35 +67,37 @@ def sized_run(
     return runs.run_of(trainer, checkpoint=checkpoint), steps
 
 
-def run_and_resumed(folder: Path) -> list[tuple[runs.Run, list[Any]]]:
-    """In data workers, from the fourth step on for a second time."""
+def run_in_workers(folder: Path) -> tuple[runs.Run, list[Any]]:
     workers = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
-    first = sized_run(folder / "first", save_strategy="steps", save_steps=4, **workers)
-    return [first, sized_run(folder / "again", checkpoint=str(folder / "first" / "out" / "checkpoint-4"), **workers)]
+    return sized_run(folder, save_strategy="steps", save_steps=4, **workers)
+
+
+def run_on(folder: Path) -> tuple[runs.Run, list[Any]]:
+    return sized_run(folder, checkpoint=str(folder / "out" / "checkpoint-4"))
 
 
 @pytest.mark.distributed
-def test_each_rank_measures_a_part_and_all_arrange_alike_resumed_or_not(tmp_path: Path):
-    for name in ("first", "again"):
-        (tmp_path / name).mkdir()
-    ranks = run_distributed(run_and_resumed, 3, tmp_path)
-    (run, steps), _ = ranks[0]
+@pytest.mark.parametrize("resumes", [False, deep(True)])
+def test_each_rank_measures_a_part_and_all_arrange_alike_resumed_or_not(tmp_path: Path, resumes: bool):
+    ranks = run_distributed(run_in_workers, 3, tmp_path)
+    run, steps = ranks[0]
     runs.assert_same_run(run, runs.stock("llava", data=SAMPLES, **TWO_EPOCHS))
-    for (_, others), (again, rest) in ranks:
-        assert others == steps and rest == steps[4:]
-        assert again.logs[-1]["loss"] == run.logs[-1]["loss"]
+    assert all(others == steps for _, others in ranks)
+    for again, rest in run_distributed(run_on, 3, tmp_path) if resumes else ():
+        assert rest == steps[4:] and again.logs[-1]["loss"] == run.logs[-1]["loss"]
     for samples, _, tokens in steps:
         assert tokens == [len(SAMPLES[index]["input_ids"]) for index in samples]
     # The first rank also measures samples at the start; the others a third of each draw, and nothing twice.
     measured: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for file in (tmp_path / "first").glob("rank*"):
+    for file in tmp_path.glob("rank*"):
         measured[int(file.name[4])] += map(int, file.read_text().split())
-    for rank in (1, 2):
+    for rank in (1, 2) if not resumes else ():
         assert len(measured[rank]) == len(set(measured[rank])) and 0 < len(measured[rank]) <= 2 * runs.SAMPLES // 3 + 3
     assert set().union(*measured.values()) == set(range(runs.SAMPLES))
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_a_sample_that_can_not_be_measured_is_left_out_on_all_ranks(tmp_path: Path):
     ranks = run_distributed(sized_run, 3, tmp_path, 5, on_bad_sample="skip")
     steps = ranks[0][1]

@@ -150,7 +150,7 @@ def streamed_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tup
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(STREAMED, "language model behind a trained encoder"))
+@pytest.mark.parametrize("name", runs.deep_but(STREAMED))
 def test_streamed_weights_equal_the_stock_trainer(name: str):
     family, world_size, parallel = STREAMED[name]
     reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **ADAMW)
@@ -218,6 +218,7 @@ def saved_and_gathered(folder: Path) -> tuple[dict[str, torch.Tensor] | None, in
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Path):
     ranks = run_distributed(saved_and_gathered, 3, tmp_path)
     model = tiny.FAMILIES["llava"]()
@@ -260,7 +261,7 @@ def counting(move: Callable, moved: dict[str, int], module: str, tensor: torch.T
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(ACTIVATIONS, "one process, recomputed or not", "streamed weights"))
+@pytest.mark.parametrize("name", runs.deep_but(ACTIVATIONS, "streamed weights"))
 def test_activations_in_host_memory_equal_the_stock_trainer(name: str):
     family, world_size, parallel = ACTIVATIONS[name]
     ranks = run_distributed(counted_run, world_size, family, parallel, **ADAMW)

@@ -10,6 +10,7 @@ import torch
 
 from hf_mmparallel.trainer import recovery_plan
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
@@ -107,7 +108,11 @@ def test_optimizers_by_matrix_are_refused_under_tensor_parallelism(tmp_path: Pat
         assert all(f"`{cls}`" in said[cls] and "`tp_size`" in said[cls] for cls in BY_MATRIX)
 
 
-def _prepare_for_later_plans(settings: Any) -> dict[str, str]:
+def _prepare_for_later_plans(*plans: Any) -> list[dict[str, str]]:
+    return [_prepare_for_plans_after(plan) for plan in plans]
+
+
+def _prepare_for_plans_after(settings: Any) -> dict[str, str]:
     """What each optimizer says on a rank of copies of the whole model, which later plans may cut; empty if nothing."""
     said = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -123,11 +128,11 @@ def _prepare_for_later_plans(settings: Any) -> dict[str, str]:
     return said
 
 
+@pytest.mark.deep
 def test_an_optimizer_that_a_plan_after_a_loss_could_not_use_is_refused_before_the_first_step():
-    for said in run_distributed(_prepare_for_later_plans, 4, "auto"):
-        assert set(said) == {"adafactor"} and "`tp_size=1`" in said["adafactor"]
-    whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}
-    assert run_distributed(_prepare_for_later_plans, 4, whole) == [{}] * 4, "templates cut no matrix"
+    whole = {"auto": True, "modules": {LM: {"tp_size": 1}}}  # whose templates cut no matrix
+    for said, of_whole in run_distributed(_prepare_for_later_plans, 4, "auto", whole):
+        assert set(said) == {"adafactor"} and "`tp_size=1`" in said["adafactor"] and of_whole == {}
 
 
 def _given() -> dict[str, Any]:
@@ -139,16 +144,14 @@ def _given() -> dict[str, Any]:
     return {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=4))}
 
 
-def _train_with_given(folder: Path, stock: str) -> tuple[runs.Run, runs.Run]:
-    """A whole run, and one that goes on from a checkpoint of the stock Trainer's."""
-    plan = {LM: {"tp_size": 2}}
-    whole = runs.saving_run("llava", folder, plan, **_given())
-    return whole, runs.saving_run("llava", folder / "again", plan, Path(stock), **_given())
+def _train_with_given(checkpoint: str | None) -> runs.Run:
+    return runs.run_of(runs.make_trainer("llava", TP2, **_given()), checkpoint=checkpoint)
 
 
-def test_an_optimizer_made_before_the_trainer_steps_as_on_one_process(tmp_path: Path):
+@pytest.mark.parametrize("resumes", [False, deep(True)])
+def test_an_optimizer_made_before_the_trainer_steps_as_on_one_process(tmp_path: Path, resumes: bool):
     saves = {"save_strategy": "steps", "save_steps": 2}
     reference = runs.stock("llava", output_dir=str(tmp_path / "stock"), **saves, **_given())
-    whole, resumed = run_distributed(_train_with_given, 3, tmp_path, str(tmp_path / "stock" / "checkpoint-2"))[0]
-    for run in (whole, resumed):  # the log of a run that goes on has the steps before it
-        runs.assert_same_run(run, reference)
+    checkpoint = str(tmp_path / "stock" / "checkpoint-2") if resumes else None
+    run = run_distributed(_train_with_given, 3, checkpoint)[0]
+    runs.assert_same_run(run, reference)  # the log of a run that goes on has the steps before it

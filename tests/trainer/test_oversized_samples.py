@@ -134,6 +134,7 @@ def learned_and_resumed(folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.deep
 def test_ranks_learn_together_and_a_resumed_run_goes_on_as_it_was(tmp_path: Path):
     ranks = run_distributed(learned_and_resumed, 3, tmp_path)
     (run, steps, learned), (_, rest, kept) = ranks[0]

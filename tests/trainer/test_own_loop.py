@@ -16,6 +16,7 @@ from transformers import LlavaForConditionalGeneration, Trainer, get_cosine_sche
 
 from hf_mmparallel import prepare
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
@@ -27,7 +28,6 @@ ARGUMENTS: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": RATE, "ada
 BATCHES = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
 TWO = {VISION: {}, LM: {}}
 TP_AND_COPIES = {VISION: {"dp_size": 2}, LM: {"tp_size": 2}}
-SHARED_TOKENS = {VISION: {"dp_size": 2}, LM: {"cp_size": 2, "cp_block": 8}}
 STAGES_AND_SLICES = {VISION: {"dp_size": 2, "zero_stage": 2}, LM: {"pp_size": 2}}
 
 
@@ -80,42 +80,44 @@ class Loop:
         return self.run()
 
 
-def two_ranks(folder: Path) -> dict[str, Any]:
-    trainer = runs.saving_run(FAMILY, folder / "trainer", TWO, **ARGUMENTS)
-    loop = Loop(TWO)
+def saved_loop(folder: Path, plan: Any, **settings: Any) -> Loop:
+    """A loop whose first two steps are in a state."""
+    loop = Loop(plan, **settings)
     loop.run(2)
     loop.model.save_state(folder / "state", loop.schedule)
-    straight = loop.run()
-    straight.metrics = loop.model.evaluate(loop.data[:7])
-    loop.model.save_pretrained(folder / "model")
-    resumed = Loop(TWO).resumed(folder / "trainer" / "checkpoint-2")
+    return loop
+
+
+def to_and_from_a_trainer(folder: Path) -> tuple[runs.Run, ...]:
+    """A loop, a Trainer that goes on from its state, and a loop from the checkpoint of that one."""
+    straight = saved_loop(folder, TWO)
+    run = straight.run()
+    run.metrics = straight.model.evaluate(straight.data[:7])
+    straight.model.save_pretrained(folder / "model")
+    trainer = runs.make_trainer(FAMILY, TWO, str(folder / "trainer"), save_strategy="epoch", **ARGUMENTS)
+    in_trainer = runs.run_of(trainer, checkpoint=str(folder / "state"))
+    return run, in_trainer, Loop(TWO).resumed(folder / "trainer" / "checkpoint-3")
+
+
+def found_and_rounded() -> tuple[runs.Run, ...]:
+    """Loops with the plan that a search finds, and pairs of loops and others that are equal to the bit."""
     searched = Loop("auto")
     args = searched.model._run.args
     names = ("per_device_train_batch_size", "microbatch_assignment")
     by_file = Loop(searched.model.plan, **{name: getattr(args, name) for name in names})
     by_auto = searched.run(), by_file.run()
     AcceleratorState._reset_state()
-    return {
-        "auto": by_auto[0],
-        "the plan that auto finds": by_auto[1],
-        "Trainer": trainer,
-        "straight": straight,
-        "from a Trainer's checkpoint": resumed,
-        "bf16": Loop(TWO, Accelerator(cpu=True, mixed_precision="bf16")).run(),
-        "Trainer, bf16": runs.parallel_run(FAMILY, TWO, bf16=True, **ARGUMENTS),
-        "Trainer, from a loop's state": runs.saving_run(FAMILY, folder / "other", TWO, folder / "state", **ARGUMENTS),
-    }
+    rounded = Loop(TWO, Accelerator(cpu=True, mixed_precision="bf16")).run()
+    return *by_auto, rounded, runs.parallel_run(FAMILY, TWO, bf16=True, **ARGUMENTS)
 
 
-def four_ranks(folder: Path) -> dict[str, Any]:
-    loop = Loop(TP_AND_COPIES, foreach=True)  # whole and cut parameters in one group
-    loop.run(2)
-    loop.model.save_state(folder / "four", loop.schedule)
-    return {
-        "straight": loop.run(),
-        "another plan": Loop(STAGES_AND_SLICES).resumed(folder / "four"),
-        "from two ranks": Loop(SHARED_TOKENS).resumed(folder / "state"),
-    }
+def from_a_state(folder: Path, plan: Any) -> runs.Run:
+    return Loop(plan).resumed(folder / "state")
+
+
+def four_ranks(folder: Path) -> tuple[runs.Run, ...]:
+    straight = saved_loop(folder, TP_AND_COPIES, foreach=True)  # whole and cut parameters in one group
+    return straight.run(), from_a_state(folder, STAGES_AND_SLICES)
 
 
 @pytest.fixture(scope="module")
@@ -123,50 +125,43 @@ def reference() -> runs.Run:
     return runs.stock(FAMILY, evaluate=True, per_device_eval_batch_size=8, **ARGUMENTS)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("loops")
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, runs.Run]]:
-    return run_distributed(two_ranks, 2, folder, timeout=200)
-
-
-@pytest.fixture(scope="module")
-def four(folder: Path, two: Any) -> list[dict[str, runs.Run]]:
-    return run_distributed(four_ranks, 4, folder, timeout=200)
-
-
-def second_half(run: runs.Run) -> runs.Run:
-    return runs.Run(run.logs[2:], run.weights)
+def part(run: runs.Run, first: int) -> runs.Run:
+    """The steps from one on."""
+    return runs.Run(run.logs[first:], run.weights)
 
 
 @pytest.mark.distributed
-def test_a_loop_on_two_ranks_is_the_trainer(two: Any, reference: runs.Run, folder: Path):
-    ours = two[0]
-    assert ours["straight"].logs == ours["Trainer"].logs and ours["bf16"].logs == ours["Trainer, bf16"].logs
-    assert ours["bf16"].logs != ours["straight"].logs
-    runs.assert_same_run(ours["straight"], reference)
-    runs.assert_same_run(ours["auto"], reference)
-    assert ours["auto"].logs == ours["the plan that auto finds"].logs
-    runs.assert_same_run(ours["from a Trainer's checkpoint"], second_half(reference))
-    for rank in two:
-        assert rank["straight"].logs == ours["straight"].logs
-        assert rank["straight"].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
-    saved = LlavaForConditionalGeneration.from_pretrained(folder / "model").state_dict()
-    for name, want in (ours["straight"].weights or {}).items():
+def test_a_loop_on_two_ranks_goes_on_as_a_trainer_and_back(reference: runs.Run, tmp_path: Path):
+    ranks = run_distributed(to_and_from_a_trainer, 2, tmp_path, timeout=200)
+    straight, trainer, back = ranks[0]
+    runs.assert_same_run(straight, reference)
+    runs.assert_same_run(back, part(reference, 3))
+    saved = LlavaForConditionalGeneration.from_pretrained(tmp_path / "model").state_dict()
+    for name, want in (straight.weights or {}).items():
         assert torch.equal(saved[name], want)
-        got = (ours["Trainer, from a loop's state"].weights or {})[name]
-        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+        torch.testing.assert_close((trainer.weights or {})[name], want, rtol=2e-5, atol=2e-6)
+    for rank in ranks:
+        assert rank[0].logs == straight.logs
+        assert rank[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
 
+@pytest.mark.deep
 @pytest.mark.distributed
-def test_a_loop_on_four_ranks_goes_on_under_another_plan(four: Any, reference: runs.Run):
-    runs.assert_same_run(four[0]["straight"], reference)
-    for name in ("another plan", "from two ranks"):
-        runs.assert_same_run(four[0][name], second_half(reference))
-        assert all(rank[name].logs == four[0][name].logs for rank in four)
+def test_a_loop_with_the_plan_of_a_search_or_in_bfloat16_is_the_trainer(reference: runs.Run):
+    searched, by_file, rounded, trainer = run_distributed(found_and_rounded, 2, timeout=200)[0]
+    runs.assert_same_run(searched, reference)
+    assert searched.logs == by_file.logs and rounded.logs == trainer.logs != searched.logs
+
+
+@pytest.mark.deep
+@pytest.mark.distributed
+def test_a_loop_goes_on_under_another_plan_on_other_ranks(reference: runs.Run, tmp_path: Path):
+    straight, other = run_distributed(four_ranks, 4, tmp_path, timeout=200)[0]
+    runs.assert_same_run(straight, reference)
+    on_two = run_distributed(from_a_state, 2, tmp_path, TWO, timeout=200)
+    for resumed in (other, on_two[0]):
+        runs.assert_same_run(resumed, part(reference, 2))
+    assert on_two[1].logs == on_two[0].logs
 
 
 def failing_loop() -> None:
@@ -188,7 +183,7 @@ def loop() -> Loop:
     return Loop({})
 
 
-@pytest.mark.parametrize(("plan", "packing"), [({}, None), ({}, True), ("auto", None)])
+@pytest.mark.parametrize(("plan", "packing"), [({}, None), deep({}, True), deep("auto", None)])
 def test_one_process_has_the_same_loop(reference: runs.Run, plan: Any, packing: bool | None):
     loop = Loop(plan, packing=packing)
     runs.assert_same_run(loop.run(), reference)

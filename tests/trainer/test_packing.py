@@ -46,7 +46,7 @@ def our_trainer(family: str, model: Any = None, **arguments: Any) -> Any:
     return MultimodalParallelTrainer(args=args, **runs.words_of(family, {"model": model}))
 
 
-@pytest.mark.parametrize("family", [deep(f, unless=f in ("gemma3", "qwen2_vl")) for f in FAMILIES])
+@pytest.mark.parametrize("family", [deep(f, unless=f == "qwen2_vl") for f in FAMILIES])
 def test_the_stock_trainer_alone_packs(family: str):
     """With nothing of this package but the attention function and the collator."""
     model = tiny.FAMILIES[family]()
@@ -57,7 +57,7 @@ def test_the_stock_trainer_alone_packs(family: str):
     assert_runs_alike(trainer, family, **sizes, **SHORT)
 
 
-@pytest.mark.parametrize("name", ["label smoothing", "a layout of one"])
+@pytest.mark.parametrize("name", [deep("label smoothing"), "a layout of one"])
 def test_packing_is_one_argument_on_one_process(name: str):
     own = {"label_smoothing_factor": 0.1} if name == "label smoothing" else {}
     layout = None if own else {LM: {"activation_checkpointing": True}}
@@ -85,7 +85,7 @@ ADAPTERS = {LM: {"peft_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 
 @pytest.mark.parametrize(
     ("family", "model", "parallel"),
-    [("llava", composed, None), ("gemma3", tiny.FAMILIES["gemma3"], ADAPTERS)],
+    [("llava", composed, None), deep("gemma3", tiny.FAMILIES["gemma3"], ADAPTERS)],
     ids=["composed", "adapters"],
 )
 def test_composed_models_and_adapters_pack_too(family: str, model: Any, parallel: Any):
@@ -125,7 +125,7 @@ def test_packing_is_a_flag_on_the_command_line():
 @pytest.mark.parametrize(
     ("family", "world_size", "parallel"),
     [
-        pytest.param("gemma3", 3, {LM: {"pp_size": 2}}, id="tied, stages"),
+        deep("gemma3", 3, {LM: {"pp_size": 2}}, id="tied, stages"),
         pytest.param("qwen3_vl", 4, {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, id="DeepStack, copies and stages"),
         deep("llava", 5, {LM: {"tp_size": 2, "pp_size": 2}}, id="tp 2, stages"),
     ],

@@ -36,14 +36,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "pp_size": 2}},
         IN_CHUNKS,
     ),
-    "llava_next, gpipe": ("llava_next", 3, {"modules": PP2, "schedule": "gpipe"}, {}),
     "llava_onevision, three copies to two": ("llava_onevision", 5, {VISION: {"dp_size": 3}, LM: {"dp_size": 2}}, {}),
     "gemma3, tied, uneven stages": ("gemma3", 4, {LM: {"layers_per_stage": [1, 2, 1]}}, {}),
-    "internvl, tp 2 to tp 1": ("internvl", 3, {VISION: {"tp_size": 2}}, {}),
-    "mistral3, copies of both": ("mistral3", 4, {VISION: {"dp_size": 2}, LM: {"dp_size": 2}}, {}),
-    "qwen2_vl, copies and stages": ("qwen2_vl", 4, {VISION: {"dp_size": 2}, **PP2}, {}),
-    "qwen2_5_vl, tp 1 to tp 2": ("qwen2_5_vl", 3, {LM: {"tp_size": 2}}, {}),
-    "qwen3_vl, cut inside DeepStack, recomputed": ("qwen3_vl", 4, {VISION: AGAIN, LM: {"pp_size": 3, **AGAIN}}, {}),
     "qwen3_vl, tp 2, cut inside DeepStack, recomputed": (
         "qwen3_vl",
         5,
@@ -52,12 +46,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     ),
     "voxtral, audio": ("voxtral", 3, PP2, {}),
     "llama, no encoder": ("llama_tied", 2, PP2, {"label_smoothing_factor": 0.1, **IN_CHUNKS}),
-    "llama, tied, tp 2 with stages": ("llama_tied", 4, {LM: {"tp_size": 2, "pp_size": 2}}, {}),
-    "gemma3, tied, scaled, tp 2": ("gemma3", 3, {LM: {"tp_size": 2}}, {}),
     "llava, frozen LM": ("llava", 4, {VISION: {"pp_size": 2}, LM: {"freeze": True, "pp_size": 2}}, {}),
     "llava, AdamW, linear schedule, tokens counted": ("llava", 3, PP2, {**ADAMW, **COUNTED}),
-    "paligemma, tied, copies and stages": ("paligemma", 5, {LM: {"dp_size": 2, "pp_size": 2}}, {}),
-    "llava, frozen vision": ("llava", 3, {VISION: {"freeze": True}, **PP2}, {}),
     "llava, rows of ranks in any order": ("llava", 5, ANY_ORDER, {}),
     "llava, interleaved": ("llava", 3, {"modules": {LM: VP2}, "schedule": "interleaved"}, {}),
     "llama, tied, tp 2, virtual stages, recomputed": ("llama_tied", 4, {LM: {"tp_size": 2, **VP2, **AGAIN}}, {}),
@@ -67,7 +57,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {VISION: AGAIN, LM: {**VP2, **AGAIN}},
         {},
     ),
-    "llava, virtual stages of copies, ZeRO-2": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 2, **VP2}}, {}),
     "llava, virtual stages of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **VP2}}, {}),
     "llava, virtual stages, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **VP2}}, {}),
     "llava, virtual stages of both, frozen weights in host memory": (
@@ -76,7 +65,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {VISION: VP2, LM: {"freeze": True, "offload_params": True, **VP2}},
         {},
     ),
-    "llava, zero bubble": ("llava", 3, {"modules": {VISION: {}, **PP2}, "schedule": "zero_bubble"}, {}),
     "gemma3, tied, uneven stages, zero bubble": (
         "gemma3",
         4,
@@ -103,7 +91,6 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "llava, split backwards of copies, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **SPLIT2}}, {}),
-    "llava, split backwards of copies, ZeRO-2": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 2, **SPLIT2}}, {}),
     "llava, split backwards of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **SPLIT2}}, {}),
     "llava, split backwards of both, virtual stages": (
         "llava",
@@ -190,18 +177,11 @@ CORE = (
     "qwen3_vl, stages of both cut inside DeepStack, recomputed",
     "llava, tp 2 to tp 2 with stages",
     "gemma3, tied, uneven stages",
-    "qwen2_vl, copies and stages",
-    "voxtral, audio",
-    "llama, no encoder",
-    "llama, tied, tp 2 with stages",
     "llava, AdamW, linear schedule, tokens counted",
     "llama, tied, tp 2, virtual stages, recomputed",
     "llava, zero bubble and virtual stages on shared ranks",
     "llama, tied, a loss of the user, tp 2",
-    "llava, tp 2 of both on the same ranks, split backwards",
-    "llava, tp 4 of vision on the ranks of stages that share tokens",
     "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO",
-    "llava, split backwards of copies, ZeRO-3",
 )
 # An epoch, whose last batch is smaller; the runs of the other tests go on into the next one
 THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}
@@ -221,7 +201,7 @@ def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
 
 COPIES = {VISION: {"dp_size": 2}}
 BF16 = [
-    ("llava", 4, {**COPIES, LM: {"pp_size": 2}}),
+    deep("llava", 4, {**COPIES, LM: {"pp_size": 2}}),
     ("llama_tied", 2, {LM: {"tp_size": 2}}),
     deep("llava", 4, {**COPIES, LM: VP2}),
     deep("llava", 4, {**COPIES, LM: SPLIT2}),
@@ -314,14 +294,14 @@ def of_family(name: str) -> dict[str, Any]:
     return {"model": model, "data": data, "max_steps": 3}
 
 
-def train_families() -> dict[str, runs.Run]:
-    return {name: runs.parallel_run(family, layout, **of_family(name)) for name, (family, layout, _) in MODELS.items()}
+def train_family(name: str) -> runs.Run:
+    family, layout, _ = MODELS[name]
+    return runs.parallel_run(family, layout, **of_family(name))
 
 
-def test_tensor_parallel_families_equal_the_stock_trainer():
-    first = run_distributed(train_families, 2, timeout=200)[0]
-    for name, (family, _, _) in MODELS.items():
-        runs.assert_same_run(first[name], runs.stock(family, **of_family(name)))
+@pytest.mark.parametrize("name", runs.deep_but(MODELS, "Qwen3OmniMoeThinkerForConditionalGeneration"))
+def test_tensor_parallel_families_equal_the_stock_trainer(name: str):
+    runs.assert_same_run(run_distributed(train_family, 2, name)[0], runs.stock(MODELS[name][0], **of_family(name)))
 
 
 @st.composite

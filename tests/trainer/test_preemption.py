@@ -168,6 +168,7 @@ def signals_to_all_processes(folder: Path) -> tuple[str, int, int]:
     return refused, trainer.state.global_step, a_worker_that_gets_signals()
 
 
+@pytest.mark.deep
 def test_data_workers_leave_the_signal_to_their_rank_and_end_by_a_second_one(tmp_path: Path):
     for refused, step, exit_code in run_distributed(signals_to_all_processes, 2, tmp_path):
         assert "main thread" in refused

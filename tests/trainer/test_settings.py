@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.trainer import trainer as trainer_module
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
-from tests.folders import made_once
 
 from . import runs
 
@@ -193,145 +194,137 @@ def refused(call: Any) -> str:
     return str(error.value)
 
 
-def on_a_rank(folder: Path) -> dict[str, Any]:
-    """Everything that this rank has to show."""
-    ours = MultimodalParallelTrainer
+def asked(folder: Path) -> dict[str, Any]:
     cleared: list[int] = []
-    trainer = make(ours, APART, output_dir=str(folder), **ASKED)
+    trainer = make(MultimodalParallelTrainer, APART, output_dir=str(folder), **ASKED)
     trainer_module.clear_device_cache = lambda: cleared.append(trainer.state.global_step)  # type: ignore[assignment]
     trainer.add_callback(AskOnOneRank())
     trainer.train()
     history = [(row["step"], "eval_loss" in row) for row in trainer.state.log_history if "train_loss" not in row]
-
     loading = make(OtherLoaders, APART)
-    recomputing = make(ours, APART, activation_checkpointing=True, activation_checkpointing_kwargs=RECOMPUTING)
     return {
         "asked": (trainer.state.global_step, history, [path.name for path in folder.glob("checkpoint-*")]),
         "cleared": cleared,
         "timeout": trainer.world.timeout,
         "missing": refused(lambda: trainer.train(resume_from_checkpoint=str(folder / "checkpoint-7"))),
-        "recomputed": [layer.gradient_checkpointing for layer in recomputing.model.model.language_model.layers],
-        "recomputing": logs_of(recomputing),
-        "offloads": {name: own.storage.offload_activations for name, own in recomputing.engine.plan.modules.items()},
-        "overriding": overriding(MultimodalParallelTrainer, APART),
-        "bf16_full_eval": half_on_a_rank(APART, "bf16_full_eval"),
-        "fp16_full_eval": half_on_a_rank(SHARDED, "fp16_full_eval"),
-        "bfloat16": bfloat16_logits(ours, APART, fp16_full_eval=True),
-        "unseeded": logs_of(make(ours, APART, **UNSEEDED)),
-        "unfiltered": unfiltered(ours, APART),
-        "dropping": dropping(ours, APART),
-        "grouped": grouped(ours, APART),
-        "noisy": noisy(ours, SHARDED, microbatch_assignment="contiguous"),
-        "by length": by_length(folder / "by_length"),
         "loaders": [refused(call) for call in (loading.evaluate, loading.train)],
     }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("settings"))
-        return made_once("settings", lambda: run_distributed(on_a_rank, 2, tmp_path_factory.mktemp("none")))
+def recomputing() -> tuple[list[bool], list[dict[str, float]], set[bool]]:
+    """Which layers are recomputed, the logs, and whether modules offload activations."""
+    given = {"activation_checkpointing": True, "activation_checkpointing_kwargs": RECOMPUTING}
+    trainer = make(MultimodalParallelTrainer, APART, **given)
+    recomputed = [layer.gradient_checkpointing for layer in trainer.model.model.language_model.layers]
+    offloads = {own.storage.offload_activations for own in trainer.engine.plan.modules.values()}
+    return recomputed, logs_of(trainer), offloads
 
 
-def test_overrides_hold(ranks: list[dict[str, Any]]):
-    stock = overriding(Trainer)
+def unseeded() -> list[dict[str, float]]:
+    return logs_of(make(MultimodalParallelTrainer, APART, **UNSEEDED))
+
+
+on_ranks = functools.partial(run_distributed, world_size=2)
+ours = {"cls": MultimodalParallelTrainer, "parallel": APART}
+
+
+def test_overrides_hold():
+    stock, ranks = overriding(Trainer), on_ranks(overriding, **ours)
     for row, plain in zip(stock["losses"], runs.stock("llava", max_steps=2).logs, strict=True):
         assert row != pytest.approx(plain["loss"], rel=2e-5)
-    for found in (stock, *(rank["overriding"] for rank in ranks)):
+    for found in (stock, *ranks):
         assert found["entered"] and found["losses"] == pytest.approx(stock["losses"], rel=2e-5)
-    assert stock["saved"] and ranks[0]["overriding"]["saved"]
-    assert (ranks[0]["overriding"]["labels"] == stock["labels"]).all()
+    assert stock["saved"] and ranks[0]["saved"]
+    assert (ranks[0]["labels"] == stock["labels"]).all()
 
 
 @pytest.mark.parametrize(
-    ("setting", "dtype", "rel"), [("bf16_full_eval", torch.bfloat16, 2e-6), ("fp16_full_eval", torch.float16, 1e-4)]
+    ("parallel", "setting", "dtype", "rel"),
+    [(APART, "bf16_full_eval", torch.bfloat16, 2e-6), deep(SHARDED, "fp16_full_eval", torch.float16, 1e-4)],
 )
-def test_an_evaluation_in_half_precision(ranks: list[dict[str, Any]], setting: str, dtype: torch.dtype, rel: float):
+def test_an_evaluation_in_half_precision(parallel: dict[str, Any], setting: str, dtype: torch.dtype, rel: float):
     _, loss, _ = half_evaluation(Trainer, None, setting)
     full = make(Trainer, **HALF)
     full.train()
     assert loss != pytest.approx(full.evaluate()["eval_loss"], rel=2e-6)
-    for rank in ranks:
-        found = rank[setting]
+    for found in on_ranks(half_on_a_rank, parallel=parallel, setting=setting):
         assert found["loss"] == pytest.approx(loss, rel=rel)
         assert found["dtypes"] == ({torch.float32}, {dtype}) and found["unowned"] <= 4
         assert f"`{setting}=True`" in found["again"] and f"`{dtype}`" in found["again"]
 
 
-def test_a_bfloat16_model_is_evaluated_in_float16(ranks: list[dict[str, Any]]):
-    logits = ranks[0]["bfloat16"]
+@pytest.mark.deep
+def test_a_bfloat16_model_is_evaluated_in_float16():
+    logits = on_ranks(bfloat16_logits, **ours, fp16_full_eval=True)[0]
     wanted, rounded = bfloat16_logits(Trainer, fp16_full_eval=True), bfloat16_logits(Trainer)
     assert logits.shape == wanted.shape
     assert (logits - wanted).abs().max() < 0.1 * (rounded - wanted).abs().max()
 
 
-def test_what_a_callback_asks_for_on_one_rank_all_ranks_do(ranks: list[dict[str, Any]]):
-    for rank in ranks:
+def test_what_a_callback_asks_for_on_one_rank_all_ranks_do_and_what_can_not_be_is_refused(tmp_path: Path):
+    for rank in on_ranks(asked, folder=tmp_path):
         assert rank["asked"] == (3, [(2, True), (3, False)], ["checkpoint-1"])
         assert (rank["cleared"], rank["timeout"]) == ([0, 2], timedelta(seconds=77))
+        assert "checkpoint-7" in rank["missing"]
+        evaluation, training = rank["loaders"]
+        assert "`get_train_dataloader`" in training and "`DataLoader`" in training
+        assert "`get_eval_dataloader`" in evaluation and "`list`" in evaluation
 
 
-def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host(ranks: list[dict[str, Any]]):
-    for rank in ranks:
-        assert rank["recomputing"] == [
-            pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.stock("llava", max_steps=2).logs
-        ]
-    assert ranks[1]["recomputed"] == [True, False, True, False]
-    assert set(ranks[0]["offloads"].values()) == {True}
+@pytest.mark.deep
+def test_every_other_layer_is_recomputed_with_its_inputs_on_the_host():
+    (_, logs, offloads), (recomputed, others, _) = on_ranks(recomputing)
+    wanted = [pytest.approx(row, rel=2e-5, abs=2e-6) for row in runs.stock("llava", max_steps=2).logs]
+    assert logs == others == wanted
+    assert recomputed == [True, False, True, False] and offloads == {True}
 
 
-def test_an_order_that_is_not_seeded_is_the_stock_trainers(ranks: list[dict[str, Any]]):
+@pytest.mark.deep
+def test_an_order_that_is_not_seeded_is_the_stock_trainers():
     wanted = logs_of(make(Trainer, **UNSEEDED))
     assert wanted != runs.stock("llava").logs
-    for rank in ranks:
-        assert rank["unseeded"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]
+    assert on_ranks(unseeded) == [[pytest.approx(row, rel=2e-5, abs=2e-6) for row in wanted]] * 2
 
 
-def test_noise_on_embeddings_is_the_stock_trainers_and_equal_in_a_tp_group(ranks: list[dict[str, Any]]):
+@pytest.mark.deep
+def test_noise_on_embeddings_is_the_stock_trainers_and_equal_in_a_tp_group():
     wanted, of_stock = noisy(Trainer, gradient_accumulation_steps=4)
     quiet, _ = noisy(Trainer, gradient_accumulation_steps=4, neftune_noise_alpha=0.0)
     assert len(wanted) == 4 and quiet[0] != pytest.approx(wanted[0], rel=1e-3)
-    for rank in ranks:
-        losses, drawn = rank["noisy"]
+    ranks = on_ranks(noisy, cls=MultimodalParallelTrainer, parallel=SHARDED, microbatch_assignment="contiguous")
+    for losses, drawn in ranks:
         assert losses == pytest.approx(wanted, rel=2e-5)
         assert [(noise.shape, largest) for noise, largest in drawn] == [(n.shape, largest) for n, largest in of_stock]
-        for (noise, largest), (same, _) in zip(drawn, ranks[0]["noisy"][1], strict=True):
+        for (noise, largest), (same, _) in zip(drawn, ranks[0][1], strict=True):
             assert noise.equal(same) and noise.abs().max() <= largest
             assert float(noise.std()) == pytest.approx(largest / 3**0.5, rel=0.1)
         assert not drawn[0][0].flatten()[:24].equal(drawn[1][0].flatten()[:24])
 
 
-def test_groups_by_length_are_those_of_the_stock_trainer(ranks: list[dict[str, Any]]):
+@pytest.mark.deep
+def test_groups_by_length_are_those_of_the_stock_trainer(tmp_path: Path):
     wanted = [pytest.approx(row, rel=2e-5, abs=2e-6) for row in logs_of(make(Trainer, **BY_LENGTH))]
-    for rank in ranks:
-        assert rank["by length"] == [wanted, wanted]
+    assert on_ranks(by_length, folder=tmp_path) == [[wanted, wanted]] * 2
 
 
-def test_an_evaluation_in_groups_has_the_stock_trainers_order(ranks: list[dict[str, Any]]):
+@pytest.mark.deep
+def test_an_evaluation_in_groups_has_the_stock_trainers_order():
     stock = grouped(Trainer)
-    assert ranks[0]["grouped"] == stock and len(stock) == 9
+    assert on_ranks(grouped, **ours)[0] == stock and len(stock) == 9
     data = [sample["labels"] for sample in tiny.make_dataset("llava", 9)]
     assert stock != [labels[labels != -100].tolist() for labels in data]
 
 
-def test_an_incomplete_last_batch_of_an_evaluation_is_left_out(ranks: list[dict[str, Any]]):
+@pytest.mark.deep
+def test_an_incomplete_last_batch_of_an_evaluation_is_left_out():
     loss, labels = dropping(Trainer)
-    assert len(labels) == 4 and (ranks[0]["dropping"][1] == labels).all()
-    for rank in ranks:
-        assert rank["dropping"][0] == pytest.approx(loss, rel=2e-5)
+    ranks = on_ranks(dropping, **ours)
+    assert len(labels) == 4 and (ranks[0][1] == labels).all()
+    assert [found for found, _ in ranks] == [pytest.approx(loss, rel=2e-5)] * 2
 
 
-def test_losses_that_are_no_number_are_left_out_of_an_evaluation(ranks: list[dict[str, Any]]):
+@pytest.mark.deep
+def test_losses_that_are_no_number_are_left_out_of_an_evaluation():
     wanted = unfiltered(Trainer)
     assert [loss == loss for loss in wanted] == [True, False]
-    for rank in ranks:
-        assert rank["unfiltered"] == pytest.approx(wanted, rel=2e-5, nan_ok=True)
-
-
-def test_a_checkpoint_that_is_not_there_and_loaders_that_are_not_arranged_are_refused(ranks: list[dict[str, Any]]):
-    for rank in ranks:
-        assert "checkpoint-7" in rank["missing"]
-        evaluation, training = rank["loaders"]
-        assert "`get_train_dataloader`" in training and "`DataLoader`" in training
-        assert "`get_eval_dataloader`" in evaluation and "`list`" in evaluation
+    assert on_ranks(unfiltered, **ours) == [pytest.approx(wanted, rel=2e-5, nan_ok=True)] * 2

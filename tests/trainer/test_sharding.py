@@ -62,12 +62,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
     "shared ranks, stage 3": ("llava", 2, both(3), ADAMW),
     "norms of heads and experts, stage 3": ("qwen3_vl_moe", 5, lm(3, tp_size=2), {}),
 }
-CORE = (
-    "dp in groups, stage 2",
-    "dp and tp, stage 3",
-    "frozen tower, stage 3",
-    "norms of heads and experts, stage 2",
-)
+CORE = ("dp in groups, stage 2", "dp and tp, stage 3")
 
 
 @pytest.mark.distributed

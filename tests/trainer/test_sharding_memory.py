@@ -29,10 +29,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.deep, pytest.mark.timeout(300
 VISION, LM = "vision", "language_model"
 # Ranks, layout
 CASES: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
-    "dp and pp, stage 1": (5, {LM: {"dp_size": 2, "pp_size": 2, "zero_stage": 1}}),
     "dp in groups, stage 2": (5, {LM: {"dp_size": 4, "shard_size": 2, "zero_stage": 2}}),
     "dp and tp, stage 3": (5, {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 3}}),
-    "dp and cp, stage 3": (5, {LM: {"dp_size": 2, "cp_size": 2, "zero_stage": 3}}),
     "shared ranks, stage 2": (
         2,
         {VISION: {"dp_size": 2, "zero_stage": 2}, LM: {"colocate_with": VISION, "zero_stage": 2}},

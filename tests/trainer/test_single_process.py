@@ -119,7 +119,7 @@ FROZEN: dict[str, tuple[Any, str]] = {
 """What is frozen of vision, and a pattern of the names of its parameters that are."""
 
 
-@pytest.mark.parametrize("what", FROZEN)
+@pytest.mark.parametrize("what", runs.deep_but(FROZEN, "several"))
 def test_frozen_parts_stay_what_they_are(what: str):
     freeze, pattern = FROZEN[what]
     before = tiny.FAMILIES["llava"]().state_dict()
@@ -141,6 +141,7 @@ def with_model_init(cls: Any, args_cls: Any, model_init: Any, **arguments: Any) 
     return train(train(trainer))
 
 
+@pytest.mark.deep
 def test_every_training_begins_with_a_model_that_model_init_makes_and_settings_of_modules_hold():
     def frozen(trial: Any) -> Any:
         model = tiny.FAMILIES["llava"]()

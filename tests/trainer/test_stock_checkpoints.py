@@ -131,6 +131,7 @@ def _damaged(tmp_path: Path, stock: Path) -> tuple[dict[str, Path], dict[str, st
     return folders, _refusals(folders, PP2)
 
 
+@pytest.mark.deep
 def test_state_that_is_damaged_of_another_model_or_executes_code_is_refused(tmp_path: Path, straight):
     """By all ranks of a plan, and, where it is the optimizer's, by one process."""
     (folders, first), (_, second) = run_distributed(_damaged, 2, tmp_path, straight[0])
@@ -201,7 +202,7 @@ def _convert(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("form", runs.deep_but(FORMS, "FSDP2, sharded"))
+@pytest.mark.parametrize("form", runs.deep_but(FORMS))
 def test_a_sharded_run_of_the_stock_trainer_goes_on_under_a_plan(tmp_path: Path, form: str):
     engine, state_dict_type, layouts = FORMS[form]
     logs, weights = run_distributed(_sharded_stock, 2, tmp_path, engine, state_dict_type)[0]

@@ -34,7 +34,7 @@ def copies(*replicas: list[tuple[int, int, tuple[int, ...]]]) -> dict[str, Any]:
             ADAM,
             id="a copy of the LM on two ranks, one on a single rank",
         ),
-        pytest.param(
+        deep(
             "llama_tied",
             3,
             {LM: copies([(0, 2, (0,)), (2, 4, (1, 2))])},

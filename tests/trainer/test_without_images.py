@@ -51,8 +51,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {  # by the number of ranks
     },
     3: {"experts beside a tower": (DEEP_MOE, {VISION: AGAIN, LM: {"dp_size": 2, "ep_size": 2, **AGAIN}})},
 }
-CORE = {2: ("ZeRO-3 beside stages", "shared tokens", "experts of a tp group"), 3: ()}
-WITH_LORA = {2: ("copies beside tp 2", "experts of copies"), 3: ()}
+CORE = {2: ("experts of a tp group",), 3: ()}
+WITH_LORA = {2: ("ZeRO-3 beside stages",), 3: ()}
 IN_ORDER: dict[str, Any] = {"microbatch_assignment": "contiguous"}  # else one microbatch would get all images
 
 

@@ -84,7 +84,7 @@ def assert_trains_alike(outcomes: list[tuple[runs.Run, list]], family: str = "ll
 
 
 @pytest.mark.parametrize(
-    ("engine", "world_size"), [("ddp", 2), deep("fsdp2", 2), ("zero3", 2), deep("fsdp2", 4), deep("zero2", 2)]
+    ("engine", "world_size"), [("ddp", 2), deep("fsdp2", 2), deep("zero3", 2), deep("fsdp2", 4), deep("zero2", 2)]
 )
 def test_arranged_batches_train_as_on_one_process(engine: str, world_size: int):
     outcomes = run_distributed(run, world_size, engine, timeout=150, **ARRANGED)
@@ -104,7 +104,7 @@ def test_losses_are_means_over_tokens_for_models_that_do_not_count_them(engine: 
 
 @pytest.mark.parametrize(
     ("engine", "arguments"),
-    [("zero1", {"packing": True, **ARRANGED}), deep("ddp", {"microbatch_assignment": "disttrain"})],
+    [deep("zero1", {"packing": True, **ARRANGED}), deep("ddp", {"microbatch_assignment": "disttrain"})],
     ids=["packed rows", "another arrangement"],
 )
 def test_what_else_is_arranged_trains_alike(engine: str, arguments: dict[str, Any]):
@@ -163,7 +163,7 @@ def gathered(engine: str, folder: str, adapters: bool) -> list[dict[str, torch.T
 
 
 @pytest.mark.parametrize(
-    ("engine", "adapters"), [deep("zero3", False), ("fsdp2", True), deep("zero3", True), deep("fsdp2", False)]
+    ("engine", "adapters"), [deep("zero3", False), deep("fsdp2", True), deep("zero3", True), deep("fsdp2", False)]
 )
 def test_the_gathered_model_is_whole(engine: str, adapters: bool, tmp_path: Path):
     (before, after), others = run_distributed(gathered, 2, engine, str(tmp_path), adapters, timeout=150)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from hf_mmparallel.kernels.bitfield_attention import BitfieldMask, cpu, dense_mask, encode_words
+from tests.deep_cases import deep
 
 from .cases import Case
 from .mask_families import FAMILIES, draw_row, masks, permuted
@@ -99,7 +100,7 @@ def test_any_words(drawn, softcap, sinks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ["plain", "softcap", "sinks", "all"])
+@pytest.mark.parametrize("case", [deep("plain"), deep("softcap"), deep("sinks"), "all"])
 def test_no_dtype_is_worse_than_plain_torch(case, dtype):
     """Judged against float64 on the same inputs: at most 1.5 times the error of torch's attention in that dtype."""
     case = replace(CASES[case], heads=16, head_dim=64)

@@ -17,6 +17,7 @@ from hf_mmparallel.kernels.bitfield_attention import (
     reference_attention,
 )
 from tests import tiny
+from tests.deep_cases import third
 
 from .hf_models import HEADS, LAYER_TYPES, TEXT, assert_same, batch_of, build, checkpoint, run, text_batch, words_of
 
@@ -120,7 +121,7 @@ APART = {
 
 
 @pytest.mark.parametrize("given", APART)
-@pytest.mark.parametrize("family", ["llama", *WINDOWED, "qwen2_vl"])
+@pytest.mark.parametrize("family", third(["llama", *WINDOWED, "qwen2_vl"]))
 def test_what_tells_samples_apart_takes_the_place_of_words(family, given, built_masks):
     """What `DataCollatorWithFlattening` and TRL's packing pass."""
     model, batch = build(family), text_batch(rows=1, length=24)
