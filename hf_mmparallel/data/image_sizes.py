@@ -6,6 +6,7 @@ import copy
 import io
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,8 +205,11 @@ class ImageShapes:
 
     def _run(self, sizes: Any, settings: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The entries for some sizes."""
-        known = self._known.get(settings)
-        result = None if known is None else self._blank(known.kind, sizes, {**kwargs, **known.options})
+        known, result = self._known.get(settings), None
+        if known is not None:
+            # sizes of another kind, such as of several images, may need more of a blank image
+            with suppress(Exception):
+                result = self._blank(known.kind, sizes, {**kwargs, **known.options})
         if known is None or result is None or result.keys() != known.names:
             result, known = self._compare(sizes, kwargs)
             self._known[settings] = known
