@@ -181,8 +181,9 @@ class SharedHeads:
         arrived = self._exchange(parts, shapes, self._anchor(device))
         whole = {name: torch.cat(of)[spread.place] for name, of in zip(rows, zip(*arrived, strict=True), strict=True)}
         if heads.start == heads.stop:
-            output = next(value for name, value in whole.items() if name in _OF_HEADS).to(outputs[0][1].dtype)
-            output = output.reshape(len(output), 0, *outputs[0][1].shape[2:])
+            like = outputs[0][1]  # of all that arrives, so that this rank takes part in the backward of each exchange
+            empty = [value.reshape(len(value), 0).to(like.dtype) for value in whole.values()]
+            output = torch.cat(empty, dim=1).reshape(len(empty[0]), 0, *like.shape[2:])
         else:
             output = call.compute(whole, heads, spread.lengths)
         back = torch.empty_like(output).index_copy(0, spread.place, output)
@@ -206,6 +207,7 @@ class SharedHeads:
             sizes = [torch.Size(of[index]).numel() for of in shapes for index in chosen]
             received = [sum(sizes[i : i + len(chosen)]) for i in range(0, len(sizes), len(chosen))]
             (values,) = RowExchange.apply(anchor, self.samples.group, sent, received, [(1, dtype)], flat[:, None])  # type: ignore[misc]
+            anchor = values[:0]  # on all ranks the next one goes backwards before this one
             pieces = iter(values[:, 0].split(sizes))
             for of, own in zip(arrived, shapes, strict=True):
                 for index in chosen:

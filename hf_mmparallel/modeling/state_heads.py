@@ -106,8 +106,8 @@ def _width_of(mixer: nn.Module, hidden_size: int) -> int | None:
         whole, shared = _Whole(samples, False), _Tried(samples, False)
         padded = run_by_heads(tried, whole, pad_sequence([row, *row.split(_LENGTHS)], batch_first=True))
         mixed = run_by_heads(tried, shared, row[None, order[0]])[0]
-    except Exception:  # a mixer may raise anything
+        expected = torch.cat([sample[:length] for sample, length in zip(padded[1:], _LENGTHS, strict=True)])
+        wrong, difference = (mixed - expected[order[0]]).norm(), (padded[0] - expected).norm()
+    except Exception:  # a mixer may raise anything, and return more than its output
         return None
-    expected = torch.cat([sample[:length] for sample, length in zip(padded[1:], _LENGTHS, strict=True)])
-    wrong, difference = (mixed - expected[order[0]]).norm(), (padded[0] - expected).norm()
     return sum(shared.widths) if wrong <= _ROUNDING * difference else None
