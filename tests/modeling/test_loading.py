@@ -1,6 +1,7 @@
 """Weights on the ranks that hold them, and nothing else."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -224,7 +225,8 @@ def test_a_rank_reads_its_share(tmp_path):
     del whole
     assert total > 250e6
     command = [sys.executable, "-c", _MEASURE, str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True, env=environment)
     grown, held = (int(value) for value in result.stdout.split())
     assert 0.45 * total < held < 0.55 * total
     assert grown < 1.25 * held  # pages of the mapped file that belong to other ranks never become resident
