@@ -25,6 +25,7 @@ from hf_mmparallel.modeling.unowned import local
 from hf_mmparallel.plan import LANGUAGE_MODEL, ParameterSpec, ParameterUse, SampleSizes, resolve_plan
 from hf_mmparallel.plan.checkpointing import SELECTIVE
 from tests.cost.models import PLAIN, text_model
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 SIZES = {
@@ -126,7 +127,7 @@ def test_a_frozen_layer_keeps_nothing_of_what_its_matrices_take(family):
     assert all(frozen[index] < 0.8 * trained[index] for index in (0, 1))
 
 
-@pytest.mark.parametrize(("family", "freeze"), [("llama", False), ("qwen3", True)])
+@pytest.mark.parametrize(("family", "freeze"), [("llama", False), deep("qwen3", True)])
 def test_a_compiled_layer_keeps_what_its_norms_and_activation_functions_read(family, freeze):
     model = build(family).bfloat16().requires_grad_(not freeze)
     compile_layers(model.get_decoder().layers, Compilation("aot_eager"))

@@ -12,6 +12,7 @@ from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import prepare
 from hf_mmparallel.plan.checkpointing import SELECTIVE
 from tests import tiny
+from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 from tests.folders import run_folder
 
@@ -39,8 +40,9 @@ def adapted() -> Any:
         return get_peft_model(tiny.FAMILIES["llava"](), LoraConfig(r=4, target_modules=targets))
 
 
-# Family, layout of two ranks, arguments of both Trainers, and of ours
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+Case = tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]
+# of family, layout of two ranks, arguments of both Trainers, and of ours
+EVERY: dict[str, Case] = {
     "stages, packed": ("llava", both(pp_size=2), {}, {"packing": True}),
     "stages, split backwards": ("llava", both(pp_size=2, split_backward=True), {}, {}),
     "tp, shared rows": ("llava", TP2, {}, {}),
@@ -50,6 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "tp, adapters": ("llava", TP2, {"model": adapted}, {}),
     "experts over replicas": ("llama", {LM: {"dp_size": 2, "ep_size": 2, **AGAIN}}, {}, {}),
 }
+CASES = in_turn(EVERY, "stages, packed", "tp, experts, split backwards")
 
 
 def arguments_of(name: str) -> dict[str, Any]:
