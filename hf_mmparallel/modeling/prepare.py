@@ -110,8 +110,8 @@ def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation
         enabled = not index.isdigit() or int(index) % recomputation.every_n_layers == 0
         module.__dict__.update(gradient_checkpointing=enabled, _gradient_checkpointing_func=recomputation.function)
         if enabled and recomputation.is_selective and inside(name, stack):
-            for part in module.modules():
-                part.__dict__["keeps_output"] = isinstance(part, nn.Linear)
+            for part in (part for part in module.modules() if isinstance(part, nn.Linear)):
+                part.__dict__["keeps_output"] = True
     if not is_supported:
         raise ValueError(
             f"`activation_checkpointing=True`: the layers of `{stack}` do not support `gradient_checkpointing`. "

@@ -540,15 +540,15 @@ def _check_compilable(plan: ParallelPlan, args: TrainingArguments) -> None:
                 f"`torch_compile=True` can't be used with `split_backward` of `{name}`: compiled layers compute all "
                 "gradients of a backward at once. Leave one of them out, or use another schedule."
             )
-        if module.storage.offload_activations:
+        saving = {
+            "offload_activations": module.storage.offload_activations,
+            f"activation_checkpointing={SELECTIVE!r}": module.activation_checkpointing == SELECTIVE,
+        }
+        setting = next((setting for setting, is_chosen in saving.items() if is_chosen), None)
+        if setting is not None:
             raise ValueError(
-                f"`torch_compile=True` can't be used with `offload_activations` of `{name}`: a compiled layer decides "
-                "itself what it saves. Leave one of them out."
-            )
-        if module.activation_checkpointing == SELECTIVE:
-            raise ValueError(
-                f"`torch_compile=True` can't be used with `activation_checkpointing={SELECTIVE!r}` of `{name}`: a "
-                "compiled layer decides itself what it saves. Leave one of them out."
+                f"`torch_compile=True` can't be used with `{setting}` of `{name}`: a compiled layer decides itself "
+                "what it saves. Leave one of them out."
             )
 
 
