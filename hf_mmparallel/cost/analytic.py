@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -241,8 +242,18 @@ class AnalyticLayers:
         """See [`LayerCosts`]."""
         return replace(self, spec=spec)
 
+    @cached_property
+    def _known(self) -> dict[tuple[str, int, int], LayerCost]:
+        return {}
+
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         """See [`LayerCosts`]."""
+        key = module, self.spec.first_alike[module, index], tp_size
+        if key not in self._known:
+            self._known[key] = self._layer(*key)
+        return self._known[key]
+
+    def _layer(self, module: str, index: int, tp_size: int) -> LayerCost:
         module_spec, uses = self.spec.modules[module], self.spec.uses.get((module, index), ())
         inside = 0 <= index < module_spec.num_layers
         shares = parameter_shares(self.spec, module, index, tp_size)

@@ -200,18 +200,36 @@ def layer_table(
     """The table of a module; `first_rank` is the position of a tp group's first rank in its node."""
     module_spec = costs.spec.modules[module]
     layers = costs.layers.starting_at(first_rank) if first_rank else costs.layers
-    rows, saved = [], []
+    known: dict[tuple, tuple[NDArray, list[float]]] = {}
+    rows = []
     for index, data_gradient in enumerate(data_gradients(costs.spec)[module], start=-1):
         layer = layers.layer(module, index, tp_size)
-        recomputed = Polynomial()
-        if checkpointing and 0 <= index < module_spec.num_layers:
-            recomputed = _recomputed(layer, module_spec, tp_size, checkpointing)
-            if checkpointing == SELECTIVE:
-                layer = replace(layer, launch_ms=(_DISPATCHED * layer.launch_ms[0], layer.launch_ms[1]))
-        rows.append(_work_of(costs.spec, module, index, layer.with_sums, data_gradient, recomputed))
-        saved.append(_saved_of(costs, module, index, layer, tp_size))
+        key = costs.spec.first_alike[module, index], data_gradient, layer
+        if key not in known:
+            known[key] = _row_of(costs, module, index, layer, data_gradient, tp_size, checkpointing)
+        rows.append(known[key])
+    work, saved = zip(*rows, strict=True)
     windows = np.array([0, *(module_spec.window(layer) for layer in range(module_spec.num_layers)), 0], float)
-    return LayerTable(np.stack(rows, axis=1), np.array(saved), windows, module == LANGUAGE_MODEL)
+    return LayerTable(np.stack(work, axis=1), np.array(saved), windows, module == LANGUAGE_MODEL)
+
+
+def _row_of(
+    costs: CostModel,
+    module: str,
+    index: int,
+    layer: LayerCost,
+    data_gradient: bool,
+    tp_size: int,
+    checkpointing: Checkpointing,
+) -> tuple[NDArray, list[float]]:
+    """A layer's work and saved bytes."""
+    module_spec, recomputed = costs.spec.modules[module], Polynomial()
+    if checkpointing and 0 <= index < module_spec.num_layers:
+        recomputed = _recomputed(layer, module_spec, tp_size, checkpointing)
+        if checkpointing == SELECTIVE:
+            layer = replace(layer, launch_ms=(_DISPATCHED * layer.launch_ms[0], layer.launch_ms[1]))
+    work = _work_of(costs.spec, module, index, layer.with_sums, data_gradient, recomputed)
+    return work, _saved_of(costs, module, index, layer, tp_size)
 
 
 def _recomputed(layer: LayerCost, module_spec: ModuleSpec, tp_size: int, checkpointing: Checkpointing) -> Polynomial:

@@ -213,23 +213,28 @@ def _module_memory(
         any(use.parameter.trainable for use in costs.spec.uses.get((module, index), ()))
         for index in range(-1, module_spec.num_layers + 1)
     ]
-    entries, put_off, table = [], [], layer_table(costs, module, tp_size, checkpointing)
-    precision = Precision.of(module_spec, costs.value_bytes)
+    precision, table = Precision.of(module_spec, costs.value_bytes), layer_table(costs, module, tp_size, checkpointing)
+    known: dict[tuple, tuple[Polynomial, ...]] = {}
+    rows = []
     for position, index in enumerate(range(-1, module_spec.num_layers + 1)):
-        uses = costs.spec.uses.get((module, index), ())
-        put_off.append(put_off_activations(module_spec, uses, index, precision, tp_size, checkpointing))
         has_backward = needed[position] or trained[position]
-        saved = Polynomial(*table.saved[position].tolist()) if has_backward else Polynomial()
-        if 0 <= index < module_spec.num_layers:
-            entries.append(_layer_entry(costs, module_spec, index, tp_size, saved, has_backward and checkpointing))
-        else:
-            entries.append((saved, Polynomial(), Polynomial()))
-    saved, forward, backward = (_array(column) for column in zip(*entries, strict=True))
+        saved_bytes = Polynomial(*table.saved[position].tolist()) if has_backward else Polynomial()
+        key = costs.spec.first_alike[module, index], has_backward, saved_bytes
+        if key not in known:
+            uses = costs.spec.uses.get((module, index), ())
+            put_off = put_off_activations(module_spec, uses, index, precision, tp_size, checkpointing)
+            entry = saved_bytes, Polynomial(), Polynomial()
+            if 0 <= index < module_spec.num_layers:
+                again = has_backward and checkpointing
+                entry = _layer_entry(costs, module_spec, index, tp_size, saved_bytes, again)
+            known[key] = put_off, *entry
+        rows.append(known[key])
+    put_off, saved, forward, backward = (_array(column) for column in zip(*rows, strict=True))
     moved = np.zeros_like(saved)
     if storage.offload_activations:  # while one layer computes, another one's travels
         moved[1:-1] = saved[1:-1]
         forward, backward, saved = np.maximum(forward, moved) + moved, backward + 2 * moved, saved - moved
-    return _ModuleMemory(_array(put_off), saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
+    return _ModuleMemory(put_off, saved, forward, backward, moved, (*needed, needed[-1] or trained[-1]))
 
 
 def layer_kinds(costs: CostModel, module: str, tp_size: int, checkpointing: Checkpointing) -> list[int]:

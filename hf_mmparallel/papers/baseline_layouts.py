@@ -138,11 +138,11 @@ class SingleLayouts:
 
     def _splits(self, pp_size: int) -> Iterator[tuple[int, ...]]:
         """Numbers of stages of modules that share them, from one to its number of layers."""
-        limits = [min(self.options[name].max_stages for name in names) for names in self.sharing]
-        for ends in itertools.combinations(range(1, pp_size), len(self.sharing) - 1):
-            stages = tuple(np.diff([0, *ends, pp_size]).tolist())
-            if all(count <= limit for count, limit in zip(stages, limits, strict=True)):
-                yield stages
+        *limits, last = (min(self.options[name].max_stages for name in names) for names in self.sharing)
+        for stages in itertools.product(*(range(1, limit + 1) for limit in limits)):
+            rest = pp_size - sum(stages)
+            if 1 <= rest <= last:
+                yield *stages, rest
 
     def _estimate(
         self, name: str, kind: ParallelConfig, dp_size: int, pp_size: int, num_samples: float

@@ -16,6 +16,7 @@ LayerKind = Literal["attention", "state", "both", "alone"]
 # Tokens that a layer with a state computes together, as kernels of Gated DeltaNet and Mamba do: its work is about that
 # of attention with such a window.
 STATE_CHUNK = 64
+_NUMBER = re.compile(r"\d+")
 MAX_LOGITS = 2**27  # that a rank computes at once, half a GiB in float32
 
 
@@ -320,6 +321,25 @@ class ModelSpec:
                 for other in self.tied.get(parameter.name, ()):
                     result.setdefault(other, []).append(ParameterUse(parameter, matrix))
         return {key: tuple(uses) for key, uses in result.items()}
+
+    @cached_property
+    def first_alike(self) -> dict[tuple[str, int], int]:
+        """(module, layer) -> the first layer of the module with parameters like its own, which costs as much."""
+        first: dict[tuple, int] = {}
+        result = {}
+        for name, module in self.modules.items():
+            for layer in range(-1, module.num_layers + 1):
+                alike = tuple(
+                    (
+                        replace(use.parameter, name=_NUMBER.sub("", use.parameter.name), layer=0),
+                        use.multiplies,
+                        len(self.used_at[use.parameter.name]),
+                    )
+                    for use in self.uses.get((name, layer), ())
+                )
+                place = min(layer, 0) if layer < module.num_layers else layer  # before, in or behind the layers
+                result[name, layer] = first.setdefault((name, place, alike), layer)
+        return result
 
     def shared_by_layers(self, module: str) -> dict[str, list[int]]:
         """Parameter -> the layers of a module that share it, of those that several do."""
