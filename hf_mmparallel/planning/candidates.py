@@ -89,6 +89,7 @@ class _Block:
     num_microbatches: int
     combinations: Combinations
     step_ms: NDArray
+    busy_ms: NDArray
     memory_bytes: NDArray
     num_estimated: int
     num_too_large: int
@@ -114,6 +115,7 @@ class CandidateColumns:
     """All candidates of a space, `[candidates]` each."""
 
     step_ms: NDArray  # closed form of the step
+    busy_ms: NDArray  # of it, what the slowest stage computes
     excess: NDArray  # estimated memory over the limit
     kind: NDArray  # number of the placement, with the modules that have several stages and communicate in passes
     block: NDArray
@@ -164,11 +166,12 @@ class CandidateSpace:
     def columns(self) -> CandidateColumns:
         """All candidates as arrays."""
         limit, placements = self.problem.memory_bytes or np.inf, list[Mapping[str, str]](self.placements())
-        parts: list[tuple[NDArray, ...]] = [(np.empty(0), np.empty(0), *np.empty((3, 0), np.int64))]
+        parts: list[tuple[NDArray, ...]] = [(*np.empty((3, 0)), *np.empty((3, 0), np.int64))]
         for number, block in enumerate(self._blocks):
             count = len(block.step_ms)
             kind = len(placements) * block.kind + placements.index(block.colocated_with)
-            parts.append((block.step_ms, block.memory_bytes / limit, kind, np.full(count, number), np.arange(count)))
+            times, numbers = (block.step_ms, block.busy_ms), (np.full(count, number), np.arange(count))
+            parts.append((*times, block.memory_bytes / limit, kind, *numbers))
         return CandidateColumns(*map(np.concatenate, zip(*parts, strict=True)))
 
     @property
@@ -233,7 +236,8 @@ class CandidateSpace:
             combined, step_ms, memory_bytes = combined.keep(chosen), step_ms[chosen], memory_bytes[chosen]
         if isinstance(combined, Pairs):
             combined = combined.combined()
-        return _Block(tables, colocated_with, count, combined, step_ms, memory_bytes, num_estimated, num_too_large)
+        times = step_ms, count * combined.slowest_stage_ms
+        return _Block(tables, colocated_with, count, combined, *times, memory_bytes, num_estimated, num_too_large)
 
     def _table(self, name: str, dp_size: int, count: int) -> LayoutTable:
         """The layouts of a module with `dp_size` replicas of the language model."""

@@ -40,7 +40,8 @@ class Candidate:
     def num_tasks(self) -> int:
         """Approximate number of forwards and backwards of a step."""
         stages = sum(layout.dp_size * layout.pp_size for layout in self.layouts.values())
-        return 2 * stages * self.num_microbatches
+        passes = 3 if POLICIES[self.schedule].splits_backward else 2
+        return passes * stages * self.vp_size * self.num_microbatches
 
     @property
     def placement(self) -> str:

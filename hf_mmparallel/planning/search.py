@@ -58,7 +58,7 @@ _MOST_EFFORT = 2  # times the effort, where too few plans fit
 _DOUBTFUL_SHARE = 0.5
 _LEAST_RANKS = 128  # ranks for which there is effort at least
 _RANKS_PER_SHARE = 4  # of more ranks, so many have the effort of one
-_FEW_RANKS, _FEW_TIMES = 48, 3  # below which there is more effort, in proportion, up to so many times as much
+_FEW_RANKS, _FEW_TIMES = 64, 4  # below which there is more effort, in proportion, up to so many times as much
 
 Made = tuple[Candidate, EstimatedCandidate]
 
@@ -147,14 +147,18 @@ class Queue:
         self.storages = list(offloading_problems(self.problem))
         self.misfits = 0  # in a row
         self.leaves_out = not space.is_whole  # whether there may be candidates that no bound excludes
+        # schedule, virtual stages and arrangement with which layouts are simulated first: those of the best step
+        self.order = (*self.problem.schedules[0], self.problem.first_arrangement)
         self._tried: set[str] = set()
         self._seen: set[tuple[str, float]] = set()  # sizes and schedules, and what their steps took
         self._counts = defaultdict[str, set[int]](set)  # of microbatches with which sizes have a step that was seen
         columns = space.columns
+        idle = _USUAL_IDLE if len(self.problem.schedules) > 1 else 1.0  # another schedule may leave less of it
+        expected_ms = columns.busy_ms + idle * (columns.step_ms - columns.busy_ms)
         for kind in np.unique(columns.kind).tolist():
             own = np.flatnonzero(columns.kind == kind)
             self.layouts[kind] = _Group(_USUAL_RATIO)
-            self.layouts[kind].add(own.tolist(), columns.step_ms[own], 0.0, columns.excess[own])
+            self.layouts[kind].add(own.tolist(), expected_ms[own], 0.0, columns.excess[own])
 
     def run(self, least: int, advance: Callable[[float], None]) -> bool:
         """
@@ -203,7 +207,12 @@ class Queue:
         """Simulates an entry, or a slice of it, and adds its neighbours."""
         simulations = self.simulations
         entry, expected_ms, least_ms = group.pop(index)
-        candidate, estimated = self._made(entry)
+        first, estimated = self._made(entry)
+        candidate = first
+        if isinstance(entry, int):
+            schedule, vp_size, arrangement = self.order
+            ordered = replace(first, schedule=schedule, vp_size=vp_size, arrangement=arrangement)
+            candidate = ordered if _differs(self.problem, ordered) else first
         key = key_of(candidate)
         if group not in (self.slices, self.crowded) and (key in self._tried or not _differs(self.problem, candidate)):
             return
@@ -221,7 +230,9 @@ class Queue:
             step = key_of(replace(candidate, num_microbatches=1, arrangement="")), found.step_ms
             if step not in self._seen and group is not self.slices:
                 group.learn(cautious_ms(found), expected_ms, least_ms)
-                self._add_neighbours(found)
+                self._add_neighbours(found, with_schedules=isinstance(entry, int))
+            if found.is_whole and cautious_ms(found) <= simulations.best_ms:
+                self.order = candidate.schedule, candidate.vp_size, candidate.arrangement
             self._seen.add(step)
             self._counts[str(replace(candidate, num_microbatches=1))].add(candidate.num_microbatches)
         elif group is not self.crowded:
@@ -229,7 +240,9 @@ class Queue:
                 promised_ms = least_ms + group.ratio.value * max(expected_ms - least_ms, 0.0)
                 self.crowded.add([(candidate, estimated)], promised_ms, least_ms, simulations.crowded[key])
             if isinstance(entry, int):
-                self._add_storage(candidate, estimated, expected_ms)
+                self._add_storage(first, estimated, expected_ms)
+                if candidate != first:  # which may have fewer microbatches in flight
+                    self._add(("first",), (first, estimated), expected_ms)
 
     def try_counts(self) -> None:
         """Simulates the fastest candidates with other numbers of microbatches, whose later batches may be faster."""
@@ -257,17 +270,17 @@ class Queue:
         usual = _USUAL_IDLE if least_ms else _USUAL_OF_NEIGHBOURS
         self.neighbours.setdefault(key, _Group(usual)).add([made], expected_ms, least_ms, 1.0)
 
-    def _add_neighbours(self, found: Simulated) -> None:
-        """Adds candidates with another schedule or arrangement, or another sharding of a module."""
+    def _add_neighbours(self, found: Simulated, with_schedules: bool) -> None:
+        """Adds candidates with another arrangement, another sharding of a module, or another schedule."""
         problem, candidate, estimated, step_ms = self.problem, found.candidate, found.estimated, cautious_ms(found)
-        own = candidate.schedule, candidate.vp_size, candidate.arrangement
-        is_first = own == (*problem.schedules[0], problem.first_arrangement)  # what schedules gain is relative to that
-        for schedule, vp_size in problem.schedules if is_first else ():
+        own = candidate.schedule, candidate.vp_size
+        for schedule, vp_size in problem.schedules if with_schedules else ():
             other = replace(candidate, schedule=schedule, vp_size=vp_size)
             if other != candidate:
                 # it changes what the busiest rank waits, not what that computes
                 expected_ms, least_ms = (caution(other) * own for own in (found.step_ms, found.least_ms))
-                key = (estimated.kind, schedule, vp_size, found.is_whole)
+                # what a schedule gains is relative to that of the layout
+                key = (estimated.kind, schedule, vp_size, found.is_whole, own)
                 self._add(key, (other, estimated), expected_ms, least_ms)
         for arrangement in problem.arrangements:
             if arrangement != candidate.arrangement:
