@@ -17,9 +17,11 @@ from transformers import Trainer, TrainingArguments
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel._versions import CACHE
 from hf_mmparallel.modeling import build_model_spec, lazy_logits
+from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
 from hf_mmparallel.runtime import updated_copies
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 from tests.folders import made_once, run_folder
 
@@ -66,6 +68,17 @@ def deep_but(cases: Iterable[str], *core: str) -> list[Any]:
     """The names of cases for `parametrize`; all but `core` are deep."""
     assert {*core} <= {*cases}
     return [name if name in core else pytest.param(name, marks=pytest.mark.deep) for name in cases]
+
+
+def case(family: str, parallel: Any, always: bool = False, **arguments: Any) -> Any:
+    """A layout of a family, with further arguments, for `parametrize`: a deep test, unless it always runs."""
+    return deep(family, parallel, arguments, unless=always, id=f"{family}, {parallel}")
+
+
+def ranks_of(family: str, parallel: Any) -> int:
+    """How many ranks a layout has."""
+    plugin = MultimodalParallelPlugin.from_any(parallel)
+    return plan_for_model(plugin, build_model_spec(tiny.FAMILIES[family]()), None).world_size
 
 
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
@@ -189,11 +202,11 @@ def saving_run(
     return run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
 
 
-def assert_a_layout_equals_the_stock_trainer(family: str, world_size: int, parallel: Any, **arguments: Any) -> None:
+def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **arguments: Any) -> None:
     """Compares logs, final weights and the loss of an evaluation, and the logs of all ranks."""
     arguments = {"evaluate": True, "per_device_eval_batch_size": 2, **arguments}
     reference = stock(family, freeze=frozen(parallel) if isinstance(parallel, dict) else {}, **arguments)
-    ranks = run_distributed(parallel_run, world_size, family, parallel, timeout=240, **arguments)
+    ranks = run_distributed(parallel_run, ranks_of(family, parallel), family, parallel, timeout=240, **arguments)
     assert_same_run(ranks[0], reference)
     for rank in ranks:
         assert rank.logs == ranks[0].logs
