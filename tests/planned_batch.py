@@ -1,7 +1,5 @@
 """Batches with the program of their step, for engines without a loader."""
 
-from __future__ import annotations
-
 from hf_mmparallel.data.step_batch import StepBatch, StepData
 from hf_mmparallel.runtime.engine import ParallelEngine
 from hf_mmparallel.schedule import build_program

@@ -1,7 +1,5 @@
 """All sentences of the package that a user can read; `python -m tests.sentences` writes them to `sentences.txt`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ A page runs in a folder in which the models, data sets and logs that it names ar
 folder is preferred to the Hub. Names that a page takes from the reader's script are in `NAMES`.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

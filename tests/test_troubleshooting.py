@@ -1,7 +1,5 @@
 """Each message that a page quotes is one of the code, here or where it comes from."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math

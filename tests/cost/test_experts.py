@@ -1,7 +1,5 @@
 """Costs of experts that ranks share: what each holds and computes, and what travels."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device

@@ -9,8 +9,6 @@ PYTHONPATH=benchmarks python -m tests.golden.recorded
 ```
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Of 3,000 changed programs, those that are proved are valid, and each class of changes has some that are not."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Orders, programs, times and memory are those that were recorded, see `recorded.py`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that share a row share the heads of samples that are on several of them: each sample as if it were alone."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

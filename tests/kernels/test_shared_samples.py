@@ -1,7 +1,5 @@
 """Samples of a row that ranks share are whole on one of them, as even as they can be."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which encoders can share the tokens of an image or a clip among ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

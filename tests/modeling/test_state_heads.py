@@ -1,7 +1,5 @@
 """Which layers with a state have heads that ranks can share."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """What others would do: their own rules, the true costs, the same batches."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What the papers' tables of times say of stage counts that they do not print, or print otherwise."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

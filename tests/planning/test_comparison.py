@@ -1,7 +1,5 @@
 """Steps as predicted beside steps as they ran: what a difference comes from."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What single changes gain is what `--what-if` says of them."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin

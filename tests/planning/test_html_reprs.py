@@ -1,7 +1,5 @@
 """Plans, steps and predictions draw themselves in notebooks, with all names escaped."""
 
-from __future__ import annotations
-
 import base64
 from dataclasses import replace
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Frozen-aware stages against those of Cornstarch's tables, wherever its text gives enough to compute them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

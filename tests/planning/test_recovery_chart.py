@@ -1,7 +1,5 @@
 """The chart of a run in which ranks were lost."""
 
-from __future__ import annotations
-
 import pytest
 from matplotlib.figure import Figure
 

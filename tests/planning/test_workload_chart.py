@@ -1,7 +1,5 @@
 """Pictures of workloads: every bar is there, at any size."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from matplotlib.figure import Figure

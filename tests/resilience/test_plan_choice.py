@@ -1,7 +1,5 @@
 """Predicted steps, and the choice between few copies and a fast step, against all instantiations."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is copied: slices, bytes, and who sends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

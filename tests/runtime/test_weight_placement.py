@@ -1,7 +1,5 @@
 """Parameters that a rank gets later."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

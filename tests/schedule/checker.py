@@ -3,8 +3,6 @@ Runs the lists of a program as ranks do, without times: what the proof of the pa
 graph of a step and nothing of an order or a schedule.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

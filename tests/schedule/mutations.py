@@ -1,7 +1,5 @@
 """Programs with one change, which the proof refuses or the checker finds valid."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

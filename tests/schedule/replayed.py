@@ -2,8 +2,6 @@
 A plain simulation of action lists, rank by rank: what timelines are tested against. It reads nothing but the lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Split backwards: the closed form of their bubble, torch's own schedule, memory, no deadlock, and wrong programs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress

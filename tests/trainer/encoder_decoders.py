@@ -1,7 +1,5 @@
 """Tiny encoder-decoder models, and models made of one half of such a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import transformers as hf

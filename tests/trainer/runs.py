@@ -1,7 +1,5 @@
 """Training runs of tiny models: the stock Trainer on one process, and ours on ranks, with what a test compares."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
 from collections.abc import Iterable

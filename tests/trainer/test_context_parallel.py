@@ -1,7 +1,5 @@
 """Ranks that share the tokens of a row give the losses, gradient norms and weights of the stock Trainer, unpacked."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What can't be right is refused with one sentence on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks that share the experts of a mixture give the stock Trainer's losses, gradient norms and final weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

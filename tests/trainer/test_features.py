@@ -1,7 +1,5 @@
 """What users of the Trainer also do, under a plan: each equals the stock Trainer on one process."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import multiprocessing

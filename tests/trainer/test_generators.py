@@ -1,7 +1,5 @@
 """Models with a generator behind the language model train in any layout as with the stock Trainer on one process."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with layers of several kinds in layouts, with packed rows, equal the stock Trainer on padded ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of transformers that generate train as they are, as far as the loss of their class has what they generate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

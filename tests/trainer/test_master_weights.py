@@ -1,7 +1,5 @@
 """16-bit weights: exact steps of their float32 copies, which move to any layout, and gradients that add up exactly."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

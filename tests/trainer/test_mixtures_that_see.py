@@ -1,7 +1,5 @@
 """Mixtures of experts with a vision tower in layouts equal the stock Trainer: each class in each way to lay it out."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers and frozen weights in host memory give the stock Trainer's losses, gradient norms and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Packed runs equal the stock Trainer's on padded batches: alone, under our Trainer, in every kind of layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any layout gives the stock Trainer's losses, gradient norms, learning rates and final weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

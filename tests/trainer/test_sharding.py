@@ -1,7 +1,5 @@
 """Layouts whose copies divide the optimizer's state give the stock Trainer's losses, gradient norms and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

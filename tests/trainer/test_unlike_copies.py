@@ -1,7 +1,5 @@
 """Copies of a module whose stages have tp groups of unlike sizes equal the stock Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What all ranks say when one of them fails, and how soon."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Processes that die, hang or are cut off under `hf-mmparallel launch`, and what the others do."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
