@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.markdown import PAGES, ROOT, blocks
-from tests.sentences import sentences
+from tests.sentences import SNAPSHOT, sentences
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # Messages of others -> the module whose source has these words, if any does.
@@ -85,3 +85,9 @@ def test_what_runs_print_is_in_words_of_the_code():
         clauses = re.split(r"[.;:]\s|\n(?=\W)", re.sub(r"\n(?=[a-z])", " ", text))
         found = [is_of_the_package(clause) for clause in clauses if len(clause.split()) >= 4]
         assert 2 * sum(found) >= len(found) > 0, text
+
+
+def test_sentences_are_those_of_the_snapshot():
+    found, kept = sentences().splitlines(), SNAPSHOT.read_text(encoding="utf-8").splitlines()
+    changed = [f"- {line}" for line in kept if line not in found] + [f"+ {line}" for line in found if line not in kept]
+    assert found == kept, "\n".join(["`python -m tests.sentences` writes the snapshot:", *changed])

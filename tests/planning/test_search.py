@@ -21,6 +21,7 @@ from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
     ModelSpec,
     ModulePlugin,
+    MultimodalParallelPlugin,
     SampleSizes,
     ShardingSettings,
     check_plan,
@@ -28,14 +29,20 @@ from hf_mmparallel.plan import (
     sync_groups,
 )
 from hf_mmparallel.plan.layout import ModuleLayout
+from hf_mmparallel.planning.answer import Answer, Inputs, solve
 from hf_mmparallel.planning.bounds import StepBounds
 from hf_mmparallel.planning.candidates import CandidateSpace
+from hf_mmparallel.planning.combinations import best_per_group
 from hf_mmparallel.planning.explain import reason_for, slower_text
+from hf_mmparallel.planning.gains import gains_of
+from hf_mmparallel.planning.inputs import Samples, read_model
 from hf_mmparallel.planning.options import divisors
 from hf_mmparallel.planning.partition import partition_all
 from hf_mmparallel.planning.problem import Candidate, PlanningProblem, RankedPlan, SearchResult
 from hf_mmparallel.planning.search import search_plans
+from hf_mmparallel.planning.settings import Settings
 from hf_mmparallel.planning.simulations import AS_FAST, cautious_ms, in_order, step_planner
+from tests import tiny
 from tests.cost.models import LAYERS, PLAIN, model, module
 from tests.deep_cases import deep
 
@@ -494,3 +501,48 @@ def test_a_pipeline_gets_virtual_stages_and_split_backwards_where_they_pay():
         check_plan(own.plan, spec)
         layers = [stage.layers for stage in own.plan.modules[LANGUAGE_MODEL].replicas[0]]
         assert [first for first, _ in layers] == [0, *(stop for _, stop in layers[:-1])]
+
+
+SCORES = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 9) | st.just(np.inf)), max_size=80)
+
+
+@given(pairs=SCORES, count=st.integers(1, 5))
+def test_the_best_of_each_group_are_those_of_a_stable_sort(pairs: list, count: int):
+    group = np.array([own for own, _ in pairs], np.int64)
+    score = np.array([own for _, own in pairs], float)
+    order = np.argsort(score, kind="stable")
+    wanted = [index for own in range(7) for index in order[group[order] == own][:count].tolist()]
+    assert best_per_group(group, score, count).tolist() == wanted
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory: pytest.TempPathFactory) -> Answer:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.FAMILIES["llava"]().config.save_pretrained(folder)
+    layout = {
+        "vision": ModulePlugin(dp_size=2),
+        LANGUAGE_MODEL: ModulePlugin(pp_size=2, tp_size=2, activation_checkpointing=True),
+    }
+    settings = Settings(plugin=MultimodalParallelPlugin(layout), global_batch_size=8, gpu_type="h100", seq_len=4096)
+    return solve(settings, Inputs(read_model(str(folder), {}, []), Samples("all samples alike")))
+
+
+def test_gains_are_those_of_what_if_the_largest_first(answer: Answer):
+    gains = gains_of(answer)
+    assert [gain.step_ms for gain in gains] == sorted(gain.step_ms for gain in gains)
+    assert {"recomputed=false", "fused_kernels=true"} <= {gain.change for gain in gains}
+    for gain in gains:
+        changed = answer.settings.with_changes(gain.change)
+        again = solve(changed, answer.inputs)
+        assert gain.step_ms == pytest.approx(again.step_ms) and gain.step_ms < answer.step_ms
+
+
+def test_a_figure_of_the_device_may_be_a_number_or_a_factor(answer: Answer):
+    device = answer.settings.device
+    for key, field in (("memory_gb_per_s", "memory_gb_per_s"), ("peak_tflops", "bf16_tflops")):
+        doubled = answer.settings.with_changes(f"{key}=2x").device
+        assert getattr(doubled, field) == 2 * getattr(device, field)
+        assert getattr(answer.settings.with_changes(f"{key}=100").device, field) == 100
+    for text in ("link_gb_per_s=0", "link_gb_per_s=fast", "recomputed=maybe"):
+        with pytest.raises(ValueError, match="--what-if"):
+            answer.settings.with_changes(text)

@@ -32,8 +32,7 @@ from hf_mmparallel.schedule.kinds import FILLS
 from hf_mmparallel.schedule.lowering import Proof, blocking_order, prove
 from tests.plan.specs import model_spec
 from tests.schedule import checker
-from tests.schedule.builders import Case, cases, make_plan, make_step, uneven
-from tests.schedule.mutations import CHANGES, changed
+from tests.schedule.builders import CHANGES, Case, cases, changed, make_plan, make_step, uneven
 
 SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)), cases(split=True))
