@@ -2,7 +2,7 @@
 
 import hashlib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,26 @@ def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **argum
     for rank in ranks:
         assert rank.logs == ranks[0].logs
         assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+Layout = tuple[str, Any, Callable[[], dict[str, Any]], dict[str, Any]]
+"""Of a launch with several: a family, a layout, the words of both Trainers made anew, and arguments of ours."""
+
+
+def run_layouts(layouts: Mapping[str, Layout]) -> dict[str, Run]:
+    """Our Trainer on this rank under each layout, one after the other."""
+    return {name: parallel_run(family, own, **words(), **ours) for name, (family, own, words, ours) in layouts.items()}
+
+
+def assert_layouts_equal_the_stock_trainer(world_size: int, layouts: Mapping[str, Layout]) -> None:
+    """Compares layouts of as many ranks, in one launch if there are any, with one process."""
+    ranks = run_distributed(run_layouts, world_size, dict(layouts), timeout=280) if layouts else []
+    for name, (family, parallel, words, _) in layouts.items():
+        try:
+            assert_same_run(ranks[0][name], stock(family, freeze=frozen(parallel), **words()))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        assert all(rank[name].logs == ranks[0][name].logs for rank in ranks), name
 
 
 def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 2e-6) -> None:
