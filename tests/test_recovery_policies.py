@@ -223,30 +223,6 @@ def test_shares_are_of_the_time_of_all_nodes() -> None:
     assert (shares["computing"], shares["redundant"], shares["idle"]) == pytest.approx((9 / 16, 3 / 16, 4 / 16))
 
 
-@given(st.integers(0, 100), st.floats(0.3, 50.0), st.sampled_from(["step", "saved"]), st.integers(1, 4))
-def test_time_is_accounted_for(seed: int, step_s: float, loses: str, save_every: int) -> None:
-    """Spans follow each other, shares add up, and what counts are whole steps."""
-    market = SpotMarket(6, 40.0, 2, 30.0).trace(400.0, seed)
-
-    class Simple:
-        def join(self, nodes):
-            return Transition(Pace(step_s, 1, 0.0, save_every, 1.0), (("restarting", 2.0),))
-
-        def lose(self, nodes, waiting):
-            pace = Pace(step_s, 1, 0.0, save_every, 1.0)
-            return Transition(pace, (("restarting", 3.0),), loses), False  # type: ignore[arg-type]
-
-        def settle(self):
-            pass
-
-    replay = replay_trace(market, Simple(), SAMPLES)
-    assert replay.spans[0].start_s == 0.0 and replay.spans[-1].end_s == pytest.approx(400.0)
-    for before, after in zip(replay.spans, replay.spans[1:], strict=False):
-        assert before.end_s == after.start_s and before.seconds > 0
-    assert sum(replay.shares.values()) == pytest.approx(1.0)
-    assert replay.samples / SAMPLES == pytest.approx(round(replay.samples / SAMPLES), abs=1e-6)
-
-
 def test_a_spot_market_loses_nodes_as_often_as_it_should() -> None:
     market = SpotMarket(num_nodes=30, loss_every_s=460.0, most_at_once=3, replaced_after_s=900.0)
     trace = market.trace(2e6, seed=3)
