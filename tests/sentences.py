@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_mmparallel"
@@ -9,6 +10,7 @@ SNAPSHOT = Path(__file__).with_name("sentences.txt")
 FEWEST_WORDS = 4
 
 
+@cache
 def sentences() -> str:
     """A line for each text in the code, file by file; expressions in it are written as `{their source}`."""
     lines = []

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -30,13 +30,16 @@ def quotes() -> list[str]:
     return [quote for head in heads for quote in re.findall(r'"(.+?)"(?=,|$| in )', head)]
 
 
-def _templates() -> Iterator[list[str]]:
+@cache
+def templates() -> list[list[str]]:
     """The words of each text of the package, with a mark in each word that has a value."""
+    found = []
     for line in sentences().splitlines():
         text = line.partition(": ")[2]
         while (shorter := re.sub(r"\{[^{}]*\}", VALUE, text)) != text:
             text = shorter
-        yield text.split()
+        found.append(text.split())
+    return found
 
 
 def _matching_words(quote: list[str], template: list[str]) -> int:
@@ -58,14 +61,11 @@ def _matching_words(quote: list[str], template: list[str]) -> int:
     return max(best)
 
 
-TEMPLATES = list(_templates())
-
-
 def is_of_the_package(quote: str) -> bool:
     """Whether a text of the package begins with, contains or ends with the quote."""
     words = quote.split()
     literal = sum(not re.search(r"\d|`|\.\.\.", word) for word in words)
-    return any(_matching_words(words, template) >= 0.4 * literal for template in TEMPLATES)
+    return any(_matching_words(words, template) >= 0.4 * literal for template in templates())
 
 
 @pytest.mark.parametrize("quote", quotes())

@@ -1,8 +1,10 @@
 """Examples that are scripts train as they say."""
 
+import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,13 @@ from hf_mmparallel import MultimodalModel
 from ..distributed import run_distributed
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "examples")
-sys.path.insert(0, FOLDER)
-import sft_digits  # noqa: E402
-import train_any_to_any  # noqa: E402
-import train_packed_stock_trainer  # noqa: E402
+
+
+def script(name: str) -> Any:
+    """The module of an example, whose imports take seconds."""
+    if FOLDER not in sys.path:
+        sys.path.insert(0, FOLDER)
+    return importlib.import_module(name)
 
 
 def test_the_example_of_trl_learns(
@@ -25,7 +30,7 @@ def test_the_example_of_trl_learns(
     flags = "--use_cpu --disable_tqdm true --num_train_samples 160 --per_device_train_batch_size 8 --hidden_size 32"
     monkeypatch.setattr(sys, "argv", ["sft_digits.py", *flags.split(), "--output_dir", str(tmp_path)])
     torch.set_num_threads(1)
-    sft_digits.main()
+    script("sft_digits").main()
     printed = capsys.readouterr().out
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", printed)]
     assert len(losses) == 2 and losses[1] < 0.9 * losses[0]
@@ -39,7 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, folder: 
     flags = f"{arguments} {batches} --packing {packing} --output_dir {folder}"
     monkeypatch.setattr(sys, "argv", ["train_packed_stock_trainer.py", *flags.split()])
     torch.set_num_threads(1)
-    train_packed_stock_trainer.main()
+    script("train_packed_stock_trainer").main()
     printed = capsys.readouterr().out
     found = re.search(r"is (\d+) rows of (\d+) tokens\.\n.* a loss of ([\d.]+)\.\n.* right: ([\d.]+)%", printed)
     assert found, printed
@@ -62,7 +67,7 @@ def test_a_model_that_reads_and_draws_trains_both(
     flags = "--use_cpu --disable_tqdm true --max_steps 12 --logging_steps 4 --global_batch_size 16"
     monkeypatch.setattr(sys, "argv", ["train_any_to_any.py", *flags.split(), "--output_dir", str(tmp_path)])
     torch.set_num_threads(1)
-    trainer = train_any_to_any.main()
+    trainer = script("train_any_to_any").main()
     logs = [log for log in trainer.state.log_history if "loss/image" in log]
     for name in ("loss/image", "loss/language_model"):
         assert logs[-1][name] < 0.95 * logs[0][name], name
@@ -71,15 +76,12 @@ def test_a_model_that_reads_and_draws_trains_both(
     trainer.create_model_card()  # as a push to the Hub does
     assert (tmp_path / "README.md").read_text().count("](drawn.png)") == 1
     loaded = MultimodalModel.from_pretrained(tmp_path)
-    drawn = train_any_to_any.draw(loaded.eval(), [3, 7])
+    drawn = script("train_any_to_any").draw(loaded.eval(), [3, 7])
     assert drawn.shape == (2, 8, 8) and drawn.abs().max() <= 1
 
 
 def _train_rows(num_steps: int, mode: str = "row") -> list[float]:
-    sys.path.insert(0, FOLDER)
-    from context_parallel_loop import train
-
-    return train(num_steps, mode)
+    return script("context_parallel_loop").train(num_steps, mode)
 
 
 @pytest.mark.distributed
