@@ -1,7 +1,5 @@
 """Tiny models with a generator behind the language model, of each kind, with samples that have targets for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

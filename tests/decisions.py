@@ -5,8 +5,6 @@ Hosts with unlike processors must decide alike, see `tests/test_processors.py`. 
 are the same everywhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Deep tests, and deep cases inside of a launch: on each change a tenth of them ru
 The part of a test or a case is the checksum of its name: others that come or go move none to another part.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar

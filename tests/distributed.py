@@ -10,8 +10,6 @@ Inside a rank `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE` are set 
 `MULTI_CPU` only when asked for the CPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Folders of training runs, which go with the session of tests."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

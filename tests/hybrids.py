@@ -1,7 +1,5 @@
 """Tiny models with layers of several kinds, recurrent ones among them, of transformers' own classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

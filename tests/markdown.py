@@ -1,7 +1,5 @@
 """The fenced blocks of Markdown pages, and the commands of those in bash."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from itertools import dropwhile

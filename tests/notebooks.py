@@ -3,8 +3,6 @@ Runs the notebooks of the examples. `python -m tests.notebooks` stores their out
 show.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

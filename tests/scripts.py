@@ -5,8 +5,6 @@ The server has imported the heavy packages already, and it also forks the ranks 
 otherwise import them twice more.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import multiprocessing.forkserver

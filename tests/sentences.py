@@ -1,9 +1,8 @@
 """All sentences of the package that a user can read; `python -m tests.sentences` writes them to `sentences.txt`."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "hf_mmparallel"
@@ -11,6 +10,7 @@ SNAPSHOT = Path(__file__).with_name("sentences.txt")
 FEWEST_WORDS = 4
 
 
+@cache
 def sentences() -> str:
     """A line for each text in the code, file by file; expressions in it are written as `{their source}`."""
     lines = []

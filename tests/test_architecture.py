@@ -1,7 +1,5 @@
 """The tree is the architecture: imports point down, and the pure levels stay pure."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

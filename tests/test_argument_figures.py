@@ -1,7 +1,5 @@
 """The tables of `docs/arguments.md` have every argument, and say of LoRA what the package does."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import fields
 from pathlib import Path

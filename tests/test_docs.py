@@ -5,28 +5,40 @@ Python is compiled, YAML is read; `test_page_code.py` runs them.
 
 import argparse
 import ast
+import doctest
 import importlib
+import inspect
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from configparser import ConfigParser
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from PIL import Image
 from torch.distributed.run import get_args_parser
 from transformers import HfArgumentParser, TrainingArguments
 
+import hf_mmparallel
 from hf_mmparallel import MultimodalParallelPlugin, MultimodalTrainingArguments
 from hf_mmparallel.cli.launch_command import launch_parser
-from hf_mmparallel.cli.main import build_parser
+from hf_mmparallel.cli.main import build_parser, main
 from hf_mmparallel.cost import find_device
 from hf_mmparallel.cost.device_table import read_device_file
+from hf_mmparallel.plan import StepPlan
+from tests import tiny
+from tests.data import processors
 from tests.markdown import PAGES, ROOT, Block, blocks, commands
 
 LAUNCHERS = {"accelerate": launch_command_parser, "hf-mmparallel": launch_parser}
@@ -229,3 +241,92 @@ def test_the_makefile_runs_files_that_exist():
 )
 def test_what_transformers_lacks_is_still_lacking(block):
     exec(compile(block, "docs/upstream.md", "exec"), {})  # noqa: S102 (our own documentation)
+
+
+def _areas(picture: Image.Image) -> dict[tuple[int, ...], int]:
+    """Pixels of each color that fills a hundredth of a picture or more: those of its bars, not of its letters."""
+    counts = picture.convert("RGB").getcolors(2**24) or []
+    return {color: count for count, color in counts if count > picture.width * picture.height // 100}
+
+
+def test_the_picture_is_of_a_plan_that_its_command_predicts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    words = [words for block in blocks(ROOT / "README.md", "bash") for words in commands(block.text).values()]
+    (arguments,) = (rest for _, *rest in words if rest[-1:] == ["docs/images/schedule.png"])
+    picture = tmp_path / "schedule.png"
+    assert main([*arguments[:-1], str(picture)]) == 0
+    printed = capsys.readouterr().out
+    assert "\nStep " in printed and "Does not fit" not in printed
+    drawn, kept = Image.open(picture), Image.open(ROOT / "docs/images/schedule.png")
+    if drawn.info["Software"] == kept.info["Software"]:
+        assert picture.read_bytes() == (ROOT / "docs/images/schedule.png").read_bytes()
+    else:  # another matplotlib draws letters otherwise
+        assert drawn.size == kept.size and _areas(drawn) == pytest.approx(_areas(kept), rel=0.01)
+
+
+DOCUMENTED = {**{name: getattr(hf_mmparallel, name) for name in hf_mmparallel.__all__}, "StepPlan": StepPlan}
+WITHOUT = {
+    "MultimodalConfig": "as `MultimodalModel` makes it",
+    "MultimodalSFTConfig": "as `docs/trl.md` shows, of which the Trainer is made by `parallelize`",
+    "MultimodalSFTTrainer": "the same",
+    "ParallelMetricsCallback": "the Trainer adds it",
+    "ParallelModel": "what `prepare` returns",
+    "__version__": "a string",
+    "start_anew_at_samples": "`PackingCollator` calls it",
+}
+
+
+def _texts(name: str) -> Iterator[str]:
+    """The docstrings of a name and of its own methods."""
+    value = DOCUMENTED[name]
+    yield inspect.getdoc(value) or ""
+    for member in vars(value).values() if inspect.isclass(value) else ():
+        function = getattr(member, "__func__", member)
+        if inspect.isfunction(function):
+            yield inspect.cleandoc(function.__doc__ or "")
+
+
+def _examples(name: str) -> list[str]:
+    found = [block.text for text in _texts(name) for block in blocks(text, "python")]
+    return [text for text in found if ">>> " in text]
+
+
+def test_names_have_examples():
+    assert {name for name in DOCUMENTED if not _examples(name)} == set(WITHOUT)
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTED if name not in WITHOUT])
+def test_examples_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    model = tiny.FAMILIES["llava"]()
+    names: dict[str, Any] = {name: getattr(hf_mmparallel, name) for name in hf_mmparallel.__all__}
+    names |= {"StepPlan": StepPlan, "torch": torch, "model": model, "processor": processors.llava()}
+    names |= {"encoder": model.model.vision_tower, "language_model": tiny.FAMILIES["llama"]()}
+    names |= {"dataset": tiny.make_dataset("llava", 16), "collator": tiny.collate("llava")}
+    names["args"] = hf_mmparallel.MultimodalTrainingArguments("out")
+    for text in _examples(name):
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+        said: list[str] = []
+        runner.run(doctest.DocTestParser().get_doctest(text, dict(names), name, None, None), out=said.append)
+        assert not runner.summarize(verbose=False).failed, "".join(said)
+
+
+@pytest.mark.deep
+def test_the_site_is_built_strictly(tmp_path: Path) -> None:
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    build(config)
+    pages = {path.parent.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("index.html")}
+    assert {
+        "trl",
+        "own_loop",
+        "readme",
+        "changelog",
+        "examples/sft_digits",
+        "examples/finetune_small_vlm",
+        "examples/accelerate_configs",
+    } <= pages
+    named = set(re.findall(r'id="hf_mmparallel\.(\w+)"', (tmp_path / "api" / "index.html").read_text()))
+    assert named == set(hf_mmparallel.__all__) - {"__version__"}
+    for page in tmp_path.rglob("*.html"):  # a link to a file that has no page would lead nowhere
+        assert not re.search(r'href="[^"]*\.(?:md|py)["#]', page.read_text()), page

@@ -1,7 +1,5 @@
 """Files that can't be read end in a sentence: which, why, and what to use in their place."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a user installs: the public names, the dependencies, the packages, the console script."""
 
-from __future__ import annotations
-
 import ast
 import configparser
 import importlib.metadata

@@ -5,8 +5,6 @@ A page runs in a folder in which the models, data sets and logs that it names ar
 folder is preferred to the Hub. Names that a page takes from the reader's script are in `NAMES`.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -64,10 +62,6 @@ def _llava(num_layers: int = 4) -> LlavaForConditionalGeneration:
     return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, **ids))
 
 
-def _chats(count: int) -> Dataset:
-    return Dataset.from_list([conversation([(8, 8)], seed=index) for index in range(count)])
-
-
 # What a page names -> how to make a small one of it at this path.
 
 
@@ -82,10 +76,6 @@ def _language_model(path: Path) -> None:
     processors.tokenizer().save_pretrained(path)
 
 
-def _siglip(path: Path) -> None:
-    SiglipVisionModel(SiglipVisionConfig(**tiny.SIGLIP)).save_pretrained(path)
-
-
 def _whisper(path: Path) -> None:
     sizes = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 64}
     layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
@@ -93,10 +83,6 @@ def _whisper(path: Path) -> None:
     WhisperModel(
         WhisperConfig(**sizes, **layers, **ids, suppress_tokens=[], begin_suppress_tokens=[])
     ).save_pretrained(path)
-
-
-def _small_config(path: Path) -> None:
-    tiny.FAMILIES["llava"]().config.save_pretrained(path)
 
 
 def _qwen_config(path: Path) -> None:
@@ -109,20 +95,8 @@ def _qwen_config(path: Path) -> None:
     ).save_pretrained(path)
 
 
-def _lengths(path: Path) -> None:
-    pyarrow.parquet.write_table(pyarrow.table({"input_ids": [[1] * (20 + 10 * (i % 4)) for i in range(64)]}), path)
-
-
-def _failures(path: Path) -> None:
-    path.write_text("".join(f"{time},{event},n{node}\n" for time, event, node in _EVENTS))
-
-
-_EVENTS = [
-    *((0, "add", node) for node in range(4)),
-    (600_000, "remove", 3),
-    (900_000, "add", 3),
-    (3_600_000, "remove", 2),
-]
+_LENGTHS = pyarrow.table({"input_ids": [[1] * (20 + 10 * (i % 4)) for i in range(64)]})
+_EVENTS = "0,add,n0\n0,add,n1\n0,add,n2\n0,add,n3\n600000,remove,n3\n900000,add,n3\n3600000,remove,n2\n"
 
 
 def _run_log(path: Path) -> None:
@@ -135,8 +109,10 @@ def _pictures(path: Path) -> None:
     Image.new("RGB", (8, 8)).save(path / "1.png")
 
 
-FILES: dict[str, Callable[[Path], None]] = {
-    "google/siglip-base-patch16-224": _siglip,
+FILES: dict[str, Callable[[Path], Any]] = {
+    "google/siglip-base-patch16-224": lambda path: SiglipVisionModel(
+        SiglipVisionConfig(**tiny.SIGLIP)
+    ).save_pretrained(path),
     "openai/whisper-small": _whisper,
     "meta-llama/Llama-3.2-1B-Instruct": _language_model,
     "Qwen/Qwen3-0.6B": _language_model,
@@ -144,11 +120,11 @@ FILES: dict[str, Callable[[Path], None]] = {
     "llava-hf/llava-1.5-7b-hf": _whole_llava,
     "Qwen/Qwen2.5-VL-3B-Instruct": _whole_llava,  # no video processor without torchvision
     "LLaVA-Pretrain/images": _pictures,
-    "my-vlm": _small_config,
+    "my-vlm": lambda path: tiny.FAMILIES["llava"]().config.save_pretrained(path),
     "qwen2.5-vl-7b": _qwen_config,
     "Qwen/Qwen3-VL-30B-A3B-Instruct": lambda path: vlm_configs.config_of("Qwen3-VL-30B-A3B").save_pretrained(path),
-    "train.parquet": _lengths,
-    "failures.csv": _failures,
+    "train.parquet": lambda path: pyarrow.parquet.write_table(_LENGTHS, path),
+    "failures.csv": lambda path: path.write_text(_EVENTS),
     "out/trainer_log.jsonl": _run_log,
 }
 
@@ -186,11 +162,12 @@ def _of_context_parallelism() -> dict[str, Any]:
 
 
 def _of_training(num_layers: int = 4) -> dict[str, Any]:
-    return {"model": _llava(num_layers), "dataset": _chats(64), "processor": processors.llava(), "peft_config": None}
-
-
-def _of_profile() -> dict[str, Any]:
-    return {"spec": build_model_spec(build_on_meta("my-vlm"))}
+    return {
+        "model": _llava(num_layers),
+        "dataset": Dataset.from_list([conversation([(8, 8)], seed=index) for index in range(64)]),
+        "processor": processors.llava(),
+        "peft_config": None,
+    }
 
 
 NAMES: dict[str, Callable[[], dict[str, Any]]] = {
@@ -198,7 +175,7 @@ NAMES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/packing.md": _of_packing,
     "docs/context_parallelism.md": _of_context_parallelism,
     "docs/trl.md": _of_training,
-    "docs/profile.md": _of_profile,
+    "docs/profile.md": lambda: {"spec": build_model_spec(build_on_meta("my-vlm"))},
     "README.md": lambda: _of_training(num_layers=32),
 }
 ON_RANKS = {"docs/context_parallelism.md": 2, "docs/trl.md": 4, "README.md": 5}

@@ -63,32 +63,6 @@ def test_a_changed_result_is_noticed(tmp_path, monkeypatch):
     assert any("times faster than a dense mask" in quote for quote in missing)
 
 
-def test_a_changed_table_is_noticed():
-    text = (ROOT / "docs/benchmarks.md").read_text()
-    other = text.replace("| zigzag | 1.36", "| zigzag | 1.37")
-    assert other != text == pages.rendered(other)
-
-
-@pytest.mark.parametrize(
-    "sentence",
-    [
-        r"`hierarchical` takes \d\.\d+ to \d\.\d+ of",
-        r"\(\d\.\d+ to \d\.\d+ for `tapered`, eager",
-        r"[\d,]+ ms for\s`contiguous`",
-        r"deviation falls from [\d.]+ \(`disttrain`\) to [\d.]+",
-        r"a loop waited \d+",
-    ],
-)
-def test_every_changed_figure_of_a_sentence_is_noticed(sentence: str):
-    text = (ROOT / "docs/benchmarks.md").read_text()
-    found = re.search(sentence, text)
-    assert found
-    for digit in re.finditer(r"\d", found[0]):
-        place = found.start() + digit.start()
-        other = text[:place] + str((int(digit[0]) + 1) % 10) + text[place + 1 :]
-        assert pages.missing_quotes("docs/benchmarks.md", other)
-
-
 def test_the_chosen_arrangement_is_at_least_as_good_as_every_baseline_in_the_kept_cases():
     modes = figures.result("microbatch_balance_modes")["modes"]
     assert len({(row["dataset"], row["model"], row["mode"], row["microbatch_size"]) for row in modes}) == 32

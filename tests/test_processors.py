@@ -1,7 +1,5 @@
 """Every processor decides alike: with its vector units and without, from arithmetic that is the same everywhere."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -13,7 +13,6 @@ from recovery_policies import (
     RedundantStages,
     ReplayJob,
     TemplateRecovery,
-    copy_seconds,
     grids,
 )
 
@@ -47,14 +46,6 @@ def started(policy, num_nodes: int):
     return policy
 
 
-def running(own: ReplayJob, *pipelines: tuple[int, ...], between_s: float | None = None) -> TemplateRecovery:
-    """A policy for one failure, with these pipelines."""
-    policy = TemplateRecovery(own, COSTS, 1, between_s)
-    policy.alive, policy.pipelines = {node for nodes in pipelines for node in nodes}, list(pipelines)
-    policy.settle()
-    return policy
-
-
 def lost(policy, *nodes: int) -> Transition:
     transition, _ = policy.lose(frozenset(nodes), frozenset())
     assert transition is not None
@@ -62,51 +53,6 @@ def lost(policy, *nodes: int) -> Transition:
 
 
 RESTART = (("restarting", COSTS.restart_s),)
-FOURS = (0, 1, 2, 3), (4, 5, 6, 7)
-
-
-def test_pipelines_of_templates_go_on_in_place() -> None:
-    """Nodes of two layers: both that are left lack one of those of the lost node, which one other node has."""
-    policy = running(job(6, most_layers=3), (0, 1, 2), (3, 4, 5))
-    transition = lost(policy, 1)
-    assert transition.loses == "step" and sorted(policy.pipelines) == [(0, 2), (3, 4, 5)]
-    assert dict(transition.pauses) == pytest.approx({"restarting": 2.0, "copying": 200 / COSTS.copy_bytes_per_s})
-    assert transition.pace is not None and transition.pace.num_nodes == 5
-
-
-@pytest.mark.parametrize(("between_s", "sizes"), [(None, [3, 4]), (10.0, [3, 4]), (1e6, [1] * 7)])
-def test_the_fastest_pipelines_have_to_pay_for_copies(between_s: float | None, sizes: list[int]) -> None:
-    """Copies of the whole model on each node are 17 % faster than pipelines, and need six seconds of copies."""
-    policy = running(job(8), *FOURS, between_s=between_s)
-    transition = lost(policy, 0)
-    assert sorted(map(len, policy.pipelines)) == sizes
-    assert transition.pace is not None and transition.pace.step_s == (24.0 if len(sizes) == 7 else 28.0)
-
-
-def test_a_layer_that_nobody_holds_comes_from_the_checkpoint() -> None:
-    """At once; and where the only other holder is lost before the copies of the first loss are done."""
-    transition = lost(running(job(8, most_layers=3), *FOURS), 0, 4)
-    assert transition.loses == "saved" and transition.pauses == RESTART and transition.pace is not None
-    interrupted = running(job(8, most_layers=3), *FOURS)
-    assert [lost(interrupted, node).loses for node in (0, 4)] == ["step", "saved"]
-
-
-def test_too_few_nodes_save_what_is_whole_and_wait() -> None:
-    policy = started(TemplateRecovery(job(4, most_layers=3), COSTS, 1), 4)
-    first, second = policy.pipelines
-    transition = lost(policy, 0)
-    assert transition == Transition(None, (("saving", COSTS.save_s),), "step")
-    assert joined(policy, 9).pauses == RESTART
-    other = started(TemplateRecovery(job(4, most_layers=3), COSTS, 1), 4)
-    transition = lost(other, first[0], second[0])
-    assert transition.pace is None and transition.loses == "saved"
-
-
-def test_nodes_that_join_copy_what_they_lack() -> None:
-    policy = started(TemplateRecovery(job(6, most_layers=3), COSTS, 1), 4)
-    transition = joined(policy, 4, 5)
-    assert transition.loses == "nothing"
-    assert dict(transition.pauses)["copying"] > 0 and transition.pace is not None and transition.pace.num_nodes == 6
 
 
 @settings(max_examples=40)
@@ -130,13 +76,6 @@ def test_templates_survive_what_they_guarantee(seed: int, failures: int, between
             assert held == sorted(policy.alive) and len(policy.pipelines) >= failures + 1
         else:
             assert len(policy.alive) < (failures + 1) * policy.counts[0]
-
-
-def test_copies_are_spread_over_holders() -> None:
-    held = {0: frozenset([0, 1, 2]), 1: frozenset([0, 1, 2]), 2: frozenset([3])}
-    receives_two, four_receive = {2: frozenset([0, 1]), 3: frozenset([3])}, dict.fromkeys((2, 3, 4, 5), frozenset([0]))
-    for needed in (receives_two, four_receive):  # of two senders
-        assert copy_seconds(needed, held, job(4), 100.0) == pytest.approx(2.0)
 
 
 def test_the_fastest_grid_is_used() -> None:
@@ -181,13 +120,6 @@ def test_neighbours_stand_in_until_two_are_lost() -> None:
 def test_redundancy_costs_what_it_computes_twice() -> None:
     pace = joined(RedundantStages(job(6, most_layers=2), COSTS, forward_share=0.5), *range(6)).pace
     assert pace is not None and pace.redundant_share == pytest.approx(1 / 3)
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 nodes of 1 ranks"):
-        TemplateRecovery(job(2, most_layers=1), COSTS, 0)
-    with pytest.raises(ValueError, match="2 simultaneous failures need 3 "):
-        TemplateRecovery(job(5, most_layers=3), COSTS, 2)
 
 
 @dataclass(eq=False)
@@ -289,30 +221,6 @@ def test_shares_are_of_the_time_of_all_nodes() -> None:
     rows = [(0.0, "add", name) for name in "abcd"]
     shares = replay_trace(trace(*rows, end_s=4.0), policy, SAMPLES).shares
     assert (shares["computing"], shares["redundant"], shares["idle"]) == pytest.approx((9 / 16, 3 / 16, 4 / 16))
-
-
-@given(st.integers(0, 100), st.floats(0.3, 50.0), st.sampled_from(["step", "saved"]), st.integers(1, 4))
-def test_time_is_accounted_for(seed: int, step_s: float, loses: str, save_every: int) -> None:
-    """Spans follow each other, shares add up, and what counts are whole steps."""
-    market = SpotMarket(6, 40.0, 2, 30.0).trace(400.0, seed)
-
-    class Simple:
-        def join(self, nodes):
-            return Transition(Pace(step_s, 1, 0.0, save_every, 1.0), (("restarting", 2.0),))
-
-        def lose(self, nodes, waiting):
-            pace = Pace(step_s, 1, 0.0, save_every, 1.0)
-            return Transition(pace, (("restarting", 3.0),), loses), False  # type: ignore[arg-type]
-
-        def settle(self):
-            pass
-
-    replay = replay_trace(market, Simple(), SAMPLES)
-    assert replay.spans[0].start_s == 0.0 and replay.spans[-1].end_s == pytest.approx(400.0)
-    for before, after in zip(replay.spans, replay.spans[1:], strict=False):
-        assert before.end_s == after.start_s and before.seconds > 0
-    assert sum(replay.shares.values()) == pytest.approx(1.0)
-    assert replay.samples / SAMPLES == pytest.approx(round(replay.samples / SAMPLES), abs=1e-6)
 
 
 def test_a_spot_market_loses_nodes_as_often_as_it_should() -> None:

@@ -1,17 +1,15 @@
 """Each message that a page quotes is one of the code, here or where it comes from."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
 from tests.markdown import PAGES, ROOT, blocks
-from tests.sentences import sentences
+from tests.sentences import SNAPSHOT, sentences
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 # Messages of others -> the module whose source has these words, if any does.
@@ -32,13 +30,16 @@ def quotes() -> list[str]:
     return [quote for head in heads for quote in re.findall(r'"(.+?)"(?=,|$| in )', head)]
 
 
-def _templates() -> Iterator[list[str]]:
+@cache
+def templates() -> list[list[str]]:
     """The words of each text of the package, with a mark in each word that has a value."""
+    found = []
     for line in sentences().splitlines():
         text = line.partition(": ")[2]
         while (shorter := re.sub(r"\{[^{}]*\}", VALUE, text)) != text:
             text = shorter
-        yield text.split()
+        found.append(text.split())
+    return found
 
 
 def _matching_words(quote: list[str], template: list[str]) -> int:
@@ -60,14 +61,11 @@ def _matching_words(quote: list[str], template: list[str]) -> int:
     return max(best)
 
 
-TEMPLATES = list(_templates())
-
-
 def is_of_the_package(quote: str) -> bool:
     """Whether a text of the package begins with, contains or ends with the quote."""
     words = quote.split()
     literal = sum(not re.search(r"\d|`|\.\.\.", word) for word in words)
-    return any(_matching_words(words, template) >= 0.4 * literal for template in TEMPLATES)
+    return any(_matching_words(words, template) >= 0.4 * literal for template in templates())
 
 
 @pytest.mark.parametrize("quote", quotes())
@@ -87,3 +85,9 @@ def test_what_runs_print_is_in_words_of_the_code():
         clauses = re.split(r"[.;:]\s|\n(?=\W)", re.sub(r"\n(?=[a-z])", " ", text))
         found = [is_of_the_package(clause) for clause in clauses if len(clause.split()) >= 4]
         assert 2 * sum(found) >= len(found) > 0, text
+
+
+def test_sentences_are_those_of_the_snapshot():
+    found, kept = sentences().splitlines(), SNAPSHOT.read_text(encoding="utf-8").splitlines()
+    changed = [f"- {line}" for line in kept if line not in found] + [f"+ {line}" for line in found if line not in kept]
+    assert found == kept, "\n".join(["`python -m tests.sentences` writes the snapshot:", *changed])

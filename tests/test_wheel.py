@@ -1,6 +1,6 @@
 """
-What a user gets: from the built wheel, in an empty environment and an empty folder, the first five minutes of each
-kind of user run as their pages have them.
+What a user gets: from the built wheel, in an empty environment and an empty folder, those who start, tune and plan run
+what their pages have; `test_page_code.py` runs all pages.
 
 What the pages leave to the reader is small and stands here: the names that a block does not define, `trainer.train()`
 after a block that ends with the Trainer, and the configuration of a model that a command names. Beside that,
@@ -62,15 +62,6 @@ import trl
 
 trl.SFTConfig = partial(trl.SFTConfig, use_cpu=True)
 hf_mmparallel.MultimodalSFTConfig = partial(hf_mmparallel.MultimodalSFTConfig, use_cpu=True)
-"""
-TEXTS = """
-from datasets import Dataset
-
-dataset = Dataset.from_list([{"text": "check each of them twice ."}] * 8)
-"""
-LOOP = """
-model, eval_dataset = tiny.FAMILIES["llava"](), dataset
-plan = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
 """
 MODELS = """
 import tiny
@@ -140,13 +131,6 @@ def start(user: User) -> None:
     user.train(DIGITS, DEEP, block("README.md", "diff", example), command=launch)
 
 
-def pack_rows(user: User) -> None:
-    page = "docs/packing.md"
-    args, trainer = (block(page, "python", part) for part in ("packing=True)", "ImageTextToText, Trainer"))
-    user.train(TINY, args, trainer, "trainer.train()")
-    user.train(DIGITS, ON_CPU, TEXTS, block(page, "python", "SFTTrainer"), "trainer.train()")
-
-
 def tune(user: User) -> None:
     page = "docs/trl.md"
     user.train(DIGITS, ON_CPU, CHAT, block(page, "diff", "SFTTrainer"))
@@ -155,25 +139,12 @@ def tune(user: User) -> None:
     user.train(DIGITS, ON_CPU, CHAT, laid_out, "trainer.train()", command=block(page, "bash", "train.py"))
 
 
-def write_loop(user: User) -> None:
-    page = "docs/own_loop.md"
-    (launch,) = re.findall(r"`(accelerate launch train\.py)`", (ROOT / page).read_text())
-    loop, saved = block(page, "python", "hf_mmparallel.prepare("), block(page, "python", "save_state")
-    user.train(TINY, LOOP, loop, saved, command=launch)
-    user.run(block(page, "bash", "own_loop.py"))
-
-
-def divide(user: User) -> None:
-    for run in ("out/zero", "out/host", "out/deepspeed", "out/even"):
-        user.run(block("docs/sharding.md", "bash", f"--output_dir {run} "))
-
-
 def plan(user: User) -> None:
     user.run(block("docs/planner.md", "bash", "--output plan.yaml"))
     assert (user.folder / "plan.yaml").exists() and (user.folder / "plan.html").exists()
 
 
-USERS: tuple[Callable[[User], None], ...] = (start, pack_rows, tune, write_loop, divide, plan)
+USERS: tuple[Callable[[User], None], ...] = (start, tune, plan)
 
 
 def _install(folder: Path) -> Path:

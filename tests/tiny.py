@@ -5,8 +5,6 @@ Tiny random models of many families, with datasets and collators to match.
 (or audio clips) each, `collate(name)` the function that pads a list of them to the right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

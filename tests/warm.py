@@ -1,7 +1,5 @@
 """What each rank would import or compute anew; the server of ranks imports this once, before it forks them."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

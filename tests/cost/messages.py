@@ -1,7 +1,5 @@
 """The time of a message, from its samples: what the arrays of `StepCost.messages_ms` are tested against."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from hf_mmparallel.cost import StepCost

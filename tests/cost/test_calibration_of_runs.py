@@ -1,7 +1,5 @@
 """Costs that are corrected by the logs of runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import fields, replace

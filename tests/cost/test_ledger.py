@@ -1,7 +1,5 @@
 """The ledger of a step: its terms add up to the step, and each is what its cause takes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

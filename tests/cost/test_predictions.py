@@ -11,12 +11,14 @@ from hf_mmparallel.cost import StepCost, analytic_costs, find_device
 from hf_mmparallel.cost.arrangement_choice import ArrangementChoice, choose_arrangement
 from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatch
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES, ARRANGEMENTS
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan.methods import ARRANGEMENT_CANDIDATES, ARRANGEMENTS, SCHEDULES
 from hf_mmparallel.schedule import Timeline
 from tests.cost.messages import message_ms
-from tests.cost.models import h100, model
+from tests.cost.models import h100, model, module
+from tests.deep_cases import deep
 from tests.planning.test_search import sizes_of
+from tests.schedule.checker import check_program
 from tests.schedule.replayed import Replayed, replay
 
 LAYOUTS = {
@@ -113,3 +115,53 @@ def test_the_choice_is_at_least_as_good_as_every_other(packing: bool, size: int)
 )
 def test_the_reason_names_the_others_and_which_are_as_fast(others: dict[str, float], words: str):
     assert words in str(ArrangementChoice("tapered", {"tapered": 8.32, **others}))
+
+
+LM = LANGUAGE_MODEL
+SPEC = ModelSpec({name: module(name) for name in ("vision", "audio", LM)})
+
+
+def sizes_of_samples(num_samples: int, share: float) -> SampleSizes:
+    """Texts of unlike lengths, of which `share` have an image and some a sound."""
+    random = np.random.default_rng(3)
+    lengths = {name: np.ceil(random.lognormal(5, 1, num_samples)).astype(int) for name in SPEC.modules}
+    for name in ("vision", "audio"):
+        lengths[name][random.random(num_samples) >= share] = 0
+    return SampleSizes.of_sequences({name: [[length] for length in own.tolist()] for name, own in lengths.items()})
+
+
+PARTS = {
+    "apart": {
+        "vision": ModulePlugin(dp_size=4),
+        "audio": ModulePlugin(dp_size=2),
+        LM: ModulePlugin(dp_size=4, pp_size=2, tp_size=2),
+    },
+    "encoders together": {
+        "vision": ModulePlugin(dp_size=4, pp_size=2),
+        "audio": ModulePlugin(dp_size=4, pp_size=2, colocate_with="vision"),
+        LM: ModulePlugin(dp_size=2, cp_size=2, tp_size=2),
+    },
+}
+# Four schedules by three shares with an image; each layout, and training or not, beside each of them and each other.
+CASES = [
+    (schedule, list(PARTS)[(i + j) % 2], share, (i // 2 + j) % 2 == 0, j == i % 3)
+    for i, schedule in enumerate(SCHEDULES)
+    for j, share in enumerate((0.0, 0.05, 0.8))
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "layouts", "share", "training"), [deep(*own, unless=always) for *own, always in CASES]
+)
+def test_a_rank_plans_what_the_plan_of_all_ranks_says(layouts, schedule, share, training):
+    plan, sizes = replace(resolve_plan(SPEC, PARTS[layouts]), schedule=schedule), sizes_of_samples(32, share)
+    limits = {"memory_bytes": 60 * 2**30, "training": training}
+    planner = StepPlanner(h100(SPEC), plan, sync_groups(SPEC, plan), 4, "hierarchical", sizes.take, **limits)
+    draw = GlobalBatch(tuple(range(32)), 0)
+    whole = planner(draw)
+    check_program(plan, whole.step, planner.sync_groups, whole.program, training)
+    for rank in range(plan.world_size):
+        planned = planner(draw, rank)
+        assert planned.step == whole.step
+        assert planned.program.of_rank(rank) == whole.program.of_rank(rank)
+        assert share < 0.5 or len(planned.program.actions) < plan.world_size

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import StepCost, analytic_costs, memory_per_rank
+from hf_mmparallel.cost import StepCost, analytic_costs, find_device, memory_per_rank
+from hf_mmparallel.cost.activations import parameter_shares
 from hf_mmparallel.cost.devices import HostStep, host_step_ms
 from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.layer_table import layer_table
@@ -22,10 +23,11 @@ from hf_mmparallel.cost.sharded_passes import (
 )
 from hf_mmparallel.cost.stage_memory import moved_bytes, stage_memories
 from hf_mmparallel.cost.stage_times import stage_costs
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.plan.parallel_plan import ShardingSettings
 from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests.cost.models import LAYER_MATRICES, LAYERS, PLAIN, model, text_model
+from tests.plan.specs import model_spec, with_experts
 
 FORWARD, BACKWARD = WHOLE_PASSES
 
@@ -275,3 +277,57 @@ def test_what_the_computation_does_not_hide_of_streamed_layers_is_waited_for():
     names = ("vision", LANGUAGE_MODEL)
     found = [transfers_in_passes(costs, plans[1], name, plans[1].stage(name, 0, 0)) for name in names]
     assert found[0] is not None and found[1] is None
+
+
+SPEC = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), 8)
+MOE_COSTS = analytic_costs(SPEC, find_device("h100"))
+EXPERT_BYTES = 4 * sum(p.num_elements for p in SPEC.parameters.values() if p.num_experts)
+
+
+def plan_of_experts(**sizes: int):
+    return resolve_plan(SPEC, {LANGUAGE_MODEL: ModulePlugin(**sizes)})
+
+
+def weights(**sizes: int) -> float:
+    return stage_memories(MOE_COSTS, plan_of_experts(**sizes))[LANGUAGE_MODEL, 0, 0].state.weights
+
+
+@pytest.mark.parametrize(("others", "ep_size"), [({"dp_size": 4}, 2), ({"dp_size": 4}, 4), ({"cp_size": 2}, 2)])
+def test_a_rank_holds_its_experts_only(others: dict[str, int], ep_size: int):
+    held = weights(**others, ep_size=ep_size)
+    assert held == pytest.approx(weights(**others) - EXPERT_BYTES * (1 - 1 / ep_size))
+
+
+def test_copies_of_an_expert_divide_what_is_left():
+    """Of four replicas two have each expert: ZeRO-3 divides it by two, and all else by four."""
+    rest = weights() - EXPERT_BYTES
+    assert weights(dp_size=4, ep_size=2, zero_stage=3) == pytest.approx(rest / 4 + EXPERT_BYTES / 2 / 2)
+    assert weights(dp_size=4, ep_size=4, zero_stage=3) == pytest.approx(rest / 4 + EXPERT_BYTES / 4)
+
+
+def test_tokens_travel_between_ranks_with_other_tokens_only():
+    def layer(**sizes: int):
+        costs = MOE_COSTS.of_plan(plan_of_experts(**sizes))
+        return costs.layers.layer(LANGUAGE_MODEL, 0, sizes.get("tp_size", 1))
+
+    alone, within = layer(tp_size=2), layer(tp_size=2, ep_size=2)
+    assert within.sums == alone.sums and within.travels == alone.travels, "a tp group has the same tokens"
+    one, shared, wider = layer(dp_size=4), layer(dp_size=4, ep_size=2), layer(dp_size=4, ep_size=4)
+    assert one.travels[0].token == 0 < shared.travels[0].token < wider.travels[0].token
+    assert shared.forward.token == one.forward.token, "each rank computes as much as before"
+    assert shared.forward.constant < one.forward.constant, "and reads the weights of fewer experts"
+
+
+def test_costs_of_a_plan_are_one_object_and_reach_its_stages():
+    plan = plan_of_experts(dp_size=2, ep_size=2)
+    assert (
+        MOE_COSTS.of_plan(plan) is MOE_COSTS.of_plan(plan)
+        and MOE_COSTS.of_plan(plan_of_experts(dp_size=2)) is MOE_COSTS
+    )
+    shares = parameter_shares(MOE_COSTS.of_plan(plan).spec, LANGUAGE_MODEL, 0, 1)
+    assert {share for name, share in shares.items() if "experts" in name} == {0.5}
+    times = [
+        float(stage_costs(MOE_COSTS, one)[LANGUAGE_MODEL, 0, 0].task_ms(1e6, 1e6, WHOLE_PASSES[0]))
+        for one in (plan_of_experts(dp_size=2), plan)
+    ]
+    assert times[1] > times[0]

@@ -1,7 +1,5 @@
 """The arrangement as a batch sampler: each sample once an epoch, evener than in order, alike for all processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Recurrent layers start anew at each sample of a packed row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Images, frames and clips that cp ranks share: whole ones, by their work, with and without the media themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

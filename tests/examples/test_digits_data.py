@@ -4,15 +4,11 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from digits import LETTERS, MAX_DIGITS, QUESTIONS, DigitImages, DigitQuestions, build_processor  # noqa: E402
-
-from hf_mmparallel.data import PretokenizedCollator  # noqa: E402
+from digits import LETTERS, QUESTIONS, DigitImages, DigitQuestions, build_processor  # noqa: E402
 
 NUM_SAMPLES = 400
 
@@ -83,17 +79,6 @@ def test_each_image_has_its_placeholders_and_sizes_are_known_without_the_sample(
         assert questions.token_counts(index) == sizes
 
 
-def test_samples_differ_in_vision_and_in_text_work(dataset):
-    items = [dataset[index] for index in range(NUM_SAMPLES)]
-    num_images = np.array([len(item.get("pixel_values", ())) for item in items])
-    lengths = np.array([len(item["input_ids"]) for item in items])
-    num_words = np.array([len(dataset.draw(index)[0].split()) for index in range(NUM_SAMPLES)]) - 2 * num_images
-    assert set(num_images) == set(range(MAX_DIGITS + 1))
-    assert 0.14 < (num_images == 0).mean() < 0.26
-    assert lengths.max() > 6 * lengths.min()
-    assert num_words[num_images > 0].max() > 8 * num_words[num_images > 0].min()
-
-
 def test_samples_are_functions_of_seed_and_index():
     first, again, other = (DigitQuestions(PROCESSOR, "train", 30, seed=seed) for seed in (5, 5, 6))
     for index in reversed(range(30)):
@@ -101,34 +86,3 @@ def test_samples_are_functions_of_seed_and_index():
         assert left.keys() == right.keys()
         assert all(torch.equal(left[key], right[key]) for key in left)
     assert any(first.draw(index) != other.draw(index) for index in range(30))
-
-
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_only_training_images_are_shifted(split):
-    dataset = DigitQuestions(PROCESSOR, split, 50)
-    shown = {index: dataset.draw(index)[2] for index in range(50)}
-    same = [
-        torch.equal(dataset[index]["pixel_values"], dataset.images.pixel_values[ids])
-        for index, ids in shown.items()
-        if ids
-    ]
-    assert same and all(same) == (split == "test")
-
-
-def test_the_collator_takes_text_only_batches(dataset):
-    items = [dataset[index] for index in range(100)]
-    text_only = [item for item in items if "pixel_values" not in item]
-    collate = PretokenizedCollator(pad_token_id=PROCESSOR.tokenizer.pad_token_id)
-    assert "pixel_values" not in collate(text_only)
-    num_images = sum(len(item.get("pixel_values", ())) for item in items)
-    assert collate(items)["pixel_values"].shape == (num_images, 3, 8, 8)
-
-
-def test_a_saved_processor_makes_the_same_inputs(tmp_path):
-    PROCESSOR.save_pretrained(tmp_path)
-    loaded = AutoProcessor.from_pretrained(tmp_path)
-    text = "<s> digits : A <image> B <image> read ."
-    images = [np.full((8, 8, 3), value, dtype=np.uint8) for value in (0, 200)]
-    ours, theirs = (p(text=text, images=images, return_tensors="pt") for p in (PROCESSOR, loaded))
-    assert (ours["input_ids"] == PROCESSOR.image_token_id).sum() == 2
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())

@@ -1,7 +1,5 @@
 """The notebook runs from top to bottom, its launchers train as one process does, and it stores what it gives."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

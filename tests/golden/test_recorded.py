@@ -1,15 +1,24 @@
 """Orders, programs, times and memory are those that were recorded, see `recorded.py`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
-from tests.golden.recorded import NUM_STEPS, SEARCHES, STEPS, Row, case_of, questions, result_of, search_result
+from tests.deep_cases import third
+from tests.golden.recorded import (
+    NUM_SPLIT,
+    NUM_STEPS,
+    SEARCHES,
+    STEPS,
+    Row,
+    case_of,
+    questions,
+    result_of,
+    search_result,
+)
 
 ROUNDING = 1e-9
-PARTS = 4
+PARTS = 6
 SEARCHED = [json.loads(line) for line in SEARCHES.read_text(encoding="utf-8").splitlines()]
 
 
@@ -21,11 +30,10 @@ def assert_same(found: Row, recorded: Row) -> None:
     }
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", third(range(PARTS)))
 def test_random_steps(part: int):
     rows = [json.loads(line) for line in STEPS.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == NUM_STEPS
+    assert len(rows) == NUM_STEPS + NUM_SPLIT
     for number, row in enumerate(rows):
         if number % PARTS == part:
             assert_same(result_of(case_of(row), number), row["result"])

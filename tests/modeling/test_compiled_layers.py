@@ -1,7 +1,5 @@
 """Compiled layers: equal to eager ones, with one graph of a structure for rows of all lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Composed models of many families: features as wide as they are, and stages that equal the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

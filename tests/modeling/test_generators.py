@@ -1,7 +1,5 @@
 """Composed models with generators: their loss, their folders, and what of them a plan describes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The loss of logits that never exist whole equals that of whole ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which layers with a state have heads that ranks can share."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from types import ModuleType
@@ -9,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.lfm2 import modeling_lfm2
 
 from hf_mmparallel.modeling import build_model_spec
-from tests import hybrids
+from hf_mmparallel.modeling.shared_tokens import can_share_tokens, even_parts
+from hf_mmparallel.modeling.spec import find_stack, layers_of, module_parts
+from tests import hybrids, tiny
 
 NEITHER = ("MiniMaxForCausalLM", "Llama4ForCausalLM")  # code of its own along the row; no state
 
@@ -85,3 +85,52 @@ def test_kernels_that_the_cpu_does_not_have_do_not_matter(monkeypatch: pytest.Mo
     assert widths_of(model) == (0, None, 0, None)
     with pytest.raises(RuntimeError, match="a kernel for GPUs"):
         model(input_ids=torch.arange(3, 9)[None])
+
+
+ENCODERS = [
+    *(("vision", family) for family in ("llava", "gemma3", "internvl", "mistral3")),
+    *(("vision", family) for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen2_5_omni")),
+    ("audio", "voxtral"),
+]
+
+
+def stack_of(family: str, name: str) -> tuple[nn.Module, nn.ModuleList]:
+    model = tiny.FAMILIES[family]()
+    part = module_parts(model)[name]
+    return model.get_submodule(part.tower), layers_of(model, find_stack(model, part.tower))
+
+
+@pytest.mark.parametrize(("name", "family"), ENCODERS)
+def test_encoders_with_attention_of_transformers_share_tokens_and_stay_as_they_are(name: str, family: str):
+    encoder, layers = stack_of(family, name)
+    before = [getattr(module, "config", None) for module in encoder.modules()]
+    assert can_share_tokens(encoder, layers)
+    assert [getattr(module, "config", None) for module in encoder.modules()] == before
+    assert not any(layer._forward_pre_hooks for layer in layers)
+    assert build_model_spec(tiny.FAMILIES[family]()).modules[name].shares_tokens
+
+
+class Mixing(nn.Module):
+    """A part of a layer that passes something from token to token."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + hidden.roll(1, dims=-2)
+
+
+def test_encoders_with_code_of_their_own_between_tokens_do_not():
+    encoder, layers = stack_of("llava", "vision")
+    layers[2].mlp = nn.Sequential(layers[2].mlp, Mixing())
+    assert can_share_tokens(encoder, layers)  # the first layer of a class stands for all
+    layers[0].mlp = nn.Sequential(layers[0].mlp, Mixing())
+    assert not can_share_tokens(encoder, layers)
+    encoder, layers = stack_of("llava", "vision")
+    encoder.config._attn_implementation = "eager"
+    assert not can_share_tokens(encoder, layers)
+    encoder, layers = stack_of("voxtral", "audio")
+    layers[0].self_attn.dropout = 0.1
+    assert not can_share_tokens(encoder, layers)
+
+
+def test_features_are_shared_evenly():
+    assert even_parts(7, 3) == [3, 2, 2] and even_parts(1, 2) == [1, 0]
+    assert torch.tensor(even_parts(10, 4)).sum() == 10

@@ -1,7 +1,5 @@
 """Frozen layers in host memory: equal outputs and gradients, freed buffers, one layer ahead."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """What others would do: their own rules, the true costs, the same batches."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -31,7 +29,7 @@ from hf_mmparallel.papers.compare import (
     compare,
 )
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes, check_plan, sync_groups
-from hf_mmparallel.planning.options import ModuleOptions, ParallelConfig
+from hf_mmparallel.planning.options import ModuleOptions
 from hf_mmparallel.planning.problem import PlanningProblem
 from hf_mmparallel.planning.search import search_plans
 from hf_mmparallel.planning.simulations import AS_FAST
@@ -118,16 +116,6 @@ def test_unaware_costs_are_those_of_a_trained_model():
     assert all_trained(nothing_frozen) == nothing_frozen
 
 
-def test_a_frozen_encoder_gets_too_many_stages_of_who_does_not_know():
-    """Of six, on which four layers of each module can only be on ranks of their own."""
-    fixed = dict.fromkeys(NEVER, {"tp_size": 1, "cp_size": 1, "dp_size": 1})
-    settings = {"checkpointing": NEVER, "fixed": fixed, "schedule": "1f1b", "arrangement": "contiguous"}
-    question = problem(num_ranks=6, global_batch_size=15, microbatch_size=1, **settings)
-    assumed = replace(question, costs=question.costs.with_spec(all_trained(question.spec)))
-    aware, unaware = (search_plans(own).best.candidate.layouts["vision"].pp_size for own in (question, assumed))
-    assert aware < unaware
-
-
 def test_ranks_by_ratio_are_in_proportion_to_operations():
     question = problem(())
     layouts = RatioLayouts(question)
@@ -181,16 +169,6 @@ def test_each_stage_runs_a_replicated_encoder_again(frozen):
             assert busy_ms == pytest.approx(BATCH * (module_ms[LANGUAGE_MODEL] + again), rel=constants)
             assert found.step_ms >= own.estimate_ms * (1 - constants)
     assert stages == {2, 4}
-
-
-def test_memory_with_replicated_encoders_is_the_language_model_s_and_all_of_the_encoders():
-    question = problem()
-    layouts = ReplicatedEncoders(question)
-    for own in itertools.islice(layouts, 0, None, 7):
-        kind = ParallelConfig(1, own.layout.tp_size, False)
-        least = layouts.options["vision"].state_bytes(kind, 1)
-        least += layouts.options[LANGUAGE_MODEL].state_bytes(kind, own.layout.pp_size)
-        assert layouts.step(own, question.batches[:1]).memory_bytes > 0.9 * least
 
 
 def test_one_layout_for_all():

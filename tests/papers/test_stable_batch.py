@@ -55,15 +55,6 @@ def test_published_data_are_stable_where_the_paper_says_so(name, model):
     assert not any(trials.passed for trials in report.history[:-1])
 
 
-@pytest.mark.parametrize("name", ["synthchartnet", "llava-150k"])
-def test_rounding_for_speed_has_the_same_splits_by_256(name):
-    for model in PUBLISHED_MODELS:
-        assert passed(name, model, 1, "fastest") == 0
-        report = published(name, model, StabilityTest(rounding="fastest"))
-        assert report.split == PUBLISHED[name].stated.splits[model]
-        assert report.batch_size in (32, 64, 128, 256)
-
-
 def population(means, deviations, num_samples=20_000, seed=0):
     """Work of three modules, or two, with means and relative deviations."""
     rng = np.random.default_rng(seed)

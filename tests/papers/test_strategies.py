@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.papers.allocation import allocate
-from hf_mmparallel.papers.strategies import ModuleDemand, Role, Strategies, StrategySpace, least_stages
+from hf_mmparallel.papers.strategies import ModuleDemand, Role, least_stages
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
 GIB = 1024**3
@@ -99,69 +99,6 @@ def test_no_whole_layout_is_faster(case, microbatch_size):
     for name, layout in found.modules.items():
         assert layout.memory_bytes <= memory_bytes * (1 + 1e-7)
         assert layout.pp_size <= modules[name].num_layers and modules[name].num_heads % layout.tp_size == 0
-
-
-@st.composite
-def deep_cases(draw):
-    """Many layers and ranks, and activations for which the stages behind a module matter."""
-    modules, roles = {}, {"vision": "encoder", LANGUAGE_MODEL: "encoder", "image": "generator"}
-    for name, role in roles.items():
-        whole = draw(st.integers(5, 60))
-        modules[name] = ModuleDemand(
-            {tp: whole / tp + 0.7 * (tp - 1) for tp in (1, 2)},
-            num_layers=draw(st.integers(4, 16)),
-            num_heads=4,
-            weight_bytes=draw(st.sampled_from([0.0, 20.0])),
-            activation_bytes=draw(st.sampled_from([0.0, 1.0, 2.5])),
-            role=role,
-        )
-    return modules, draw(st.integers(20, 60)), draw(st.sampled_from([8, 48])), 6.0
-
-
-def space_of(case) -> StrategySpace:
-    modules, num_ranks, batch_size, memory_bytes = case
-    return StrategySpace(modules, num_ranks, batch_size, memory_bytes, 1, (1, 2))
-
-
-def by_halving(strategies: Strategies) -> float:
-    """The least time with fractions of stages of one strategy: the fewest that each time of a stage asks for."""
-    passes, ranks = strategies.pass_ms, strategies.stage_ranks
-
-    def possible(slowest_ms: float) -> bool:
-        stages = np.maximum(1.0, passes / slowest_ms)
-        before = np.zeros_like(stages)
-        while (stages > before + 1e-9).any() and (stages <= strategies.num_layers + 1e-6).all():
-            before = stages
-            stages = np.maximum(stages, strategies.least_stages(strategies.chain.after(stages)))
-        return bool((stages <= strategies.num_layers + 1e-6).all() and (stages * ranks).sum() <= strategies.num_ranks)
-
-    low, high = 0.0, float(passes.max())
-    if not possible(high):
-        return np.inf
-    for _ in range(25):
-        middle = (low + high) / 2
-        low, high = (low, middle) if possible(middle) else (middle, high)
-    return float(strategies.iteration_ms(np.array([high]))[0])
-
-
-@settings(max_examples=25)
-@given(deep_cases())
-def test_nothing_that_was_left_out_is_better_and_the_optimum_is_that_which_halving_finds(case):
-    space = space_of(case)
-    strategies = space.strategies(space.options)
-    try:
-        found = allocate(*case, tp_sizes=(1, 2))
-    except ValueError:
-        assert strategies is None or not np.isfinite(strategies.least_ranks()).any()
-        return
-    assert strategies is not None and found.num_strategies == space.num_strategies
-    assert not np.isfinite(strategies.whole_stages(found.iteration_ms * (1 - 1e-7))[1]).any()
-    near = np.flatnonzero(strategies.bound_ms <= found.relaxed_ms * (1 + 1e-5))
-    every = [by_halving(strategies.take(np.array([row]))) for row in near.tolist()]
-    assert found.relaxed_ms <= min(every) * (1 + 1e-4)
-    if (strategies.num_microbatches[near] >= strategies.num_layers.sum()).all():  # or the chord depends on the limit
-        assert min(every) == pytest.approx(found.relaxed_ms, rel=1e-4)
-    assert found.num_solved <= len(strategies.table)
 
 
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(1, 12), st.integers(1, 9), st.integers(0, 9))

@@ -1,7 +1,5 @@
 """Steps of a small model that took what other costs than the predicted ones say, and a log of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A page with every section, of a model and a dataset as published."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

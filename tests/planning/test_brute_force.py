@@ -1,7 +1,5 @@
 """The search against brute force over all layouts, with limits of memory; `benchmarks/search_quality.py` has more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

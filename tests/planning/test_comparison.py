@@ -1,7 +1,7 @@
 """Steps as predicted beside steps as they ran: what a difference comes from."""
 
-from __future__ import annotations
-
+import re
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -9,7 +9,8 @@ import pytest
 
 from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibration import TimeScale
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin
+from hf_mmparallel.cost.step_planner import StepPlanner
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
 from hf_mmparallel.planning.comparison import (
     BETWEEN,
     DATA,
@@ -19,7 +20,9 @@ from hf_mmparallel.planning.comparison import (
     rank_durations,
     times_on_a_rank,
 )
+from hf_mmparallel.planning.text import boundaries_text
 from tests.cost.messages import message_ms
+from tests.cost.models import HIDDEN, h100, model
 from tests.schedule.replayed import replay
 
 from .measured_steps import SCALES, corrected, counted, measured_step, planner, window
@@ -114,3 +117,28 @@ def test_of_a_task_on_several_ranks_the_slowest_counts():
         assert took == pytest.approx(slowest + step.durations[task])
     with pytest.raises(ValueError, match=r"rank 0 ran \d+ tasks where \d+ were predicted"):
         rank_durations(step.prediction, [ranks[0][:-1], *ranks[1:]])
+
+
+def text_of(tokens: int, frozen: bool = False) -> str:
+    """The text of a step of four samples with so many tokens in each module."""
+    spec = model()
+    vision = spec.modules["vision"].with_frozen(frozen)
+    spec = replace(spec, modules={**spec.modules, "vision": vision})
+    plan = resolve_plan(spec, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(pp_size=2)})
+    planner = StepPlanner(h100(spec), plan, sync_groups(spec, plan), 2)
+    sizes = SampleSizes.uniform({"vision": tokens, LANGUAGE_MODEL: tokens}, 4)
+    return boundaries_text(h100(spec), planner.predict(planner.arrange(range(4), sizes)))
+
+
+def test_features_messages_and_replicas_of_a_boundary():
+    few, many = text_of(1024), text_of(8192)
+    assert (
+        few.startswith(f"vision to language_model: {4 * 1024 * HIDDEN * 2 / 2**20:.3g} MiB")
+        and "2 replicas to 1" in few
+    )
+    assert all(f"{HIDDEN * 2 / 2**10:.3g} KiB for each token" in text for text in (few, many))
+    times = [re.findall(r"([\d.]+) ms", text) for text in (few, many)]  # shortest, longest, all, the step
+    for short, long in zip(*(map(float, own) for own in times), strict=True):
+        assert 0 < short < long
+    assert all(float(own[0]) <= float(own[1]) < float(own[2]) for own in times)
+    assert "gradients back" in few and "gradients back" not in text_of(1024, frozen=True)

@@ -1,7 +1,5 @@
 """The size of a mean microbatch is what batches compute in their arrangement, padding included."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

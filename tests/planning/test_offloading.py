@@ -1,7 +1,5 @@
 """Host memory as the last resort of a search: where a layout does not fit otherwise, and the host can hold it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

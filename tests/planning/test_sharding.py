@@ -1,7 +1,5 @@
 """What copies divide as a dimension of the search: chosen where it helps; more to choose from is never slower."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Small models with what a plan has to respect: frozen parts, several encoders, layers that can't be cut."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache

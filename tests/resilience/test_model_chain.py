@@ -1,7 +1,5 @@
 """The chain of a model against the costs and the memory of plans."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Random losses of nodes: every node that is left has work, and the guaranteed copies are kept."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Plans after random failures and joins: all that is guaranteed holds, and little is copied."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """How often to save: the formula against the minimum of the expected duration, and against simulated runs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Templates against all ways to cut a chain, and their numbers against lists of all combinations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

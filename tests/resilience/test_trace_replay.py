@@ -1,7 +1,5 @@
 """Traces of failures: what is read, what is refused, and what a run achieves with the planner's own plans."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

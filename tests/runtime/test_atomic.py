@@ -1,7 +1,5 @@
 """What unfinished saves leave behind, who syncs what, and what is said of a disk that takes no more."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

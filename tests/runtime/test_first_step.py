@@ -1,7 +1,5 @@
 """What would train on other numbers than one process ends in its first step, with a sentence on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Sums of gradients over ranks, what the norm counts, and clipping."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which ranks talk and which meet, and which numbers they draw, when grids have several rows."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank holds between two plans, how it is cut, and what it frees before it lays the model out anew."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Limits of control groups in trees of files as Linux shows them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

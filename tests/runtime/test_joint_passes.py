@@ -1,7 +1,5 @@
 """Which layers are gathered in a pass, and when; `tests/trainer/test_sharding.py` compares gradients and memory."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

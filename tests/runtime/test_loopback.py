@@ -1,7 +1,5 @@
 """The executor over messages in memory equals one process, whatever the layout, the arrangement and the freezing."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from typing import Any

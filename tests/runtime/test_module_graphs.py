@@ -5,8 +5,6 @@ model, and any number of cp and tp ranks at both ends of each edge.
 Stages are linear maps of whole numbers in float64, so that what ranks compute is compared exactly with one process.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Optimizers on the parameters of one rank: what runs, what runs on local shards, what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

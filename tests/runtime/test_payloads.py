@@ -1,7 +1,5 @@
 """In which dtype tokens cross an edge between two stages, and by which way; `test_module_graphs` has the rest."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

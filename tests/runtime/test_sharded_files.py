@@ -1,7 +1,5 @@
 """Sharded state dicts of FSDP2 are read without executing anything; `test_sharded_checkpoints` goes on from them."""
 
-from __future__ import annotations
-
 import io
 import pathlib
 import pickle

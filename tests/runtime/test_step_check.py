@@ -1,7 +1,5 @@
 """Ranks that are about to run different steps say so before they exchange tensors."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

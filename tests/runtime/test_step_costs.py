@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.step_costs import (
     BUCKET_BYTES,
@@ -15,6 +17,7 @@ from benchmarks.step_costs import (
     measure_planning,
     per_step,
 )
+from hf_mmparallel.runtime.weight_placement import load_nothing
 from tests.distributed import run_distributed
 from tests.trainer import runs
 
@@ -59,3 +62,14 @@ def test_a_loss_of_few_targets_takes_less_memory():
 def test_the_plan_of_a_step_is_timed():
     row = measure_planning(64, 1)
     assert (row["ranks"], row["microbatches"]) == (64, 32) and row["step_ms"] > 0
+
+
+def test_nothing_takes_no_memory():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(300, 200, dtype=torch.bfloat16), nn.Linear(200, 100))
+        model[1].bias.requires_grad_(False)
+    before = {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()}
+    yielded = [list(names) for names in load_nothing(torch.device("cpu"))(model, [["0.weight", "0.bias"]])]
+    assert yielded == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    assert {name: (p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()} == before
+    assert all(p.device.type == "cpu" and p.untyped_storage().nbytes() <= 4 for p in model.parameters())

@@ -1,7 +1,5 @@
 """Copies that an optimizer updates in place of weights: equal steps, buckets, state, checkpoints."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

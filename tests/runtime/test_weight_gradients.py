@@ -1,7 +1,5 @@
 """Gradients of weights that are put off: the bits of whole backwards, and the memory that stays for them."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,5 +1,6 @@
 """Small plans and steps, fixed and random, for the tests of schedules."""
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -27,6 +28,7 @@ from hf_mmparallel.plan.model_spec import Uses
 from hf_mmparallel.plan.ownership import trainable_stages
 from hf_mmparallel.plan.parallel_plan import Schedule
 from hf_mmparallel.schedule import Message, Order, Task, TaskGraph, Timeline, find_representatives, simulate
+from hf_mmparallel.schedule.action_lists import PartActions
 from hf_mmparallel.schedule.scheduler import Cost
 from hf_mmparallel.schedule.timeline import Durations, retime
 
@@ -266,3 +268,25 @@ def generated(draw, language: list[list[list[int]]], dp_size: int) -> list[list[
                 if draw(st.booleans()):
                     rows[draw(st.integers(0, dp_size - 1))][index].append(batch_index)
     return rows
+
+
+CHANGES = ("swap", "move", "double", "drop", "other", "to another rank")
+
+
+def changed(rows: PartActions, change: str, num_codes: int, generator: random.Random) -> PartActions:
+    """The lists, of two actions or more, with one of `CHANGES`."""
+    codes, starts = rows.codes.copy(), rows.starts.copy()
+    i, j = sorted(generator.sample(range(len(codes)), 2))
+    if change == "swap":
+        codes[[i, j]] = codes[[j, i]]
+    elif change == "move":
+        codes[i : j + 1] = np.roll(codes[i : j + 1], 1)
+    elif change == "double":
+        codes[i] = codes[j]
+    elif change == "drop":
+        codes, starts = np.delete(codes, i), starts - (starts > i)
+    elif change == "to another rank":
+        codes, starts = np.insert(np.delete(codes, i), j - 1, codes[i]), starts - ((starts > i) & (starts <= j))
+    else:
+        codes[i] = generator.randrange(num_codes)
+    return PartActions(rows.graph, starts, codes, rows.list_of)

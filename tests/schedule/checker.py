@@ -1,30 +1,24 @@
 """
-Walks every list of a program and names what is wrong with it: what the proof of the package is tested against. It
-knows the graph of a step and nothing of an order or a schedule.
+Runs the lists of a program as ranks do, without times: what the proof of the package is tested against. It knows the
+graph of a step and nothing of an order or a schedule.
 """
 
-from __future__ import annotations
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
-
-from hf_mmparallel.plan import ParallelPlan, StageKey, StepPlan, SyncGroup
-from hf_mmparallel.schedule import Action, Message, Program, ProgramError, Task, TaskGraph, build_graph
+from hf_mmparallel.plan import ParallelPlan, StepPlan, SyncGroup
+from hf_mmparallel.schedule import Action, Program, ProgramError, Task, TaskGraph, build_graph
 
 
 class DeadlockError(ProgramError):
-    """A program whose ranks wait for each other in a cycle."""
+    """A program whose ranks wait for each other forever."""
 
 
 def check_program(
     plan: ParallelPlan, step: StepPlan, sync_groups: Sequence[SyncGroup], program: Program, training: bool = True
 ) -> None:
-    """
-    Checks that a program has each action of a step exactly once, and that it can't deadlock.
-
-    Raises `ProgramError` if an action is missing, duplicated or misplaced, or if sends and receives are in different
-    orders, and `DeadlockError`, with the action that each rank waits at, if ranks wait for each other.
-    """
+    """See [`check`]; of the graph of a step."""
     check(plan, build_graph(plan, step, training), sync_groups if training else (), program)
 
 
@@ -32,216 +26,113 @@ def check(
     plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], program: Program, is_part: bool = False
 ) -> None:
     """
-    Does [`check_program`] for an existing graph.
-
-    For a [`Part`] it also checks that there is an order of its blocking actions in which the gradient sums come in the
-    order of `sync_groups`. Then no program composed of such parts can deadlock: between two sums each part proceeds
-    independently of the others, and all parts reach the same sums in the same order.
+    Raises `ProgramError` if a list has not each action of its rank once, or one before what it needs on the rank, and
+    `DeadlockError`, with the action that each rank waits at, if the lists do not end. The gradient sums of a [`Part`]
+    also have to come in the order of `sync_groups`.
     """
-    _Checker(plan, graph, sync_groups, program).check(in_order=is_part)
+    ranks = [plan.stage(*task.stage_key).all_ranks for task in graph.tasks]
+    expected: dict[int, list[Action]] = {rank: [] for rank in range(plan.world_size)}
+    for action, own in _actions(graph, ranks, sync_groups):
+        for rank in own:
+            expected[rank].append(action)
+    if {rank: Counter(actions) for rank, actions in program.actions.items()} != {
+        rank: Counter(actions) for rank, actions in expected.items()
+    }:
+        raise ProgramError("A rank lacks an action, or has one of others or one twice.")
+    places = {rank: {action: i for i, action in enumerate(own)} for rank, own in program.actions.items()}
+    for first, second in _needs(graph, sync_groups):
+        for rank, own in places.items():
+            if own.get(first, -1) > own.get(second, len(own)):
+                raise ProgramError(f"Rank {rank} has `{second}` before `{first}`.")
+    waiting = _run(plan, program, is_part)
+    if waiting:
+        table = "\n".join(f"rank {rank} waits at `{waiting[rank]}`" for rank in sorted(waiting))
+        raise DeadlockError(f"The program deadlocks:\n{table}")
 
 
-def waiting_table(waiting: Mapping[int, Action]) -> str:
-    """The action that each rank waits at, one line per rank."""
-    return "\n".join(f"rank {rank} waits at `{waiting[rank]}`" for rank in sorted(waiting))
+def _actions(
+    graph: TaskGraph, ranks: Sequence[Iterable[int]], sync_groups: Sequence[SyncGroup]
+) -> Iterator[tuple[Action, Iterable[int]]]:
+    """All actions of a step with their ranks."""
+    yield from zip(map(Action.run, graph.tasks), ranks, strict=True)
+    for message, (source, target) in zip(graph.messages, graph.ends, strict=True):
+        yield Action("send", message=message), ranks[source]
+        yield Action("recv", message=message), ranks[target]
+    for number, group in enumerate(sync_groups):
+        yield Action("sync", index=number), group.ranks
 
 
-class _Checker:
-    """Walks every rank's list once, then looks for cycles among blocking actions."""
+def _needs(graph: TaskGraph, sync_groups: Sequence[SyncGroup]) -> Iterator[tuple[Action, Action]]:
+    """Actions, and others that no rank that has both may have before them."""
+    runs, after = [*map(Action.run, graph.tasks)], graph.after.tolist()
+    yield from ((runs[before], run) for before, run in zip(after, runs, strict=True) if before >= 0)
+    for number, group in enumerate(sync_groups):
+        adding = (run for run in runs if run.op in ("bwd", "bwd_weight") and run.task.stage_key in group.stages)  # type: ignore[union-attr]
+        yield from ((run, Action("sync", index=number)) for run in adding)
+    for message, (source, target) in zip(graph.messages, graph.ends, strict=True):
+        send, recv = Action("send", message=message), Action("recv", message=message)
+        yield from ((runs[source], send), (send, recv), (recv, runs[target]))
+        if after[target] >= 0:  # the forward sizes the gradient that a backward waits for
+            yield runs[after[target]], recv
 
-    def __init__(self, plan: ParallelPlan, graph: TaskGraph, sync_groups: Sequence[SyncGroup], program: Program):
-        self.graph, self.sync_groups, self.program = graph, sync_groups, program
-        self.task_index: dict[Task, int] = {task: index for index, task in enumerate(graph.tasks)}
-        self.message_index: dict[Message, int] = {message: index for index, message in enumerate(graph.messages)}
-        by_stage: dict[StageKey, tuple[int, ...]] = {
-            (name, replica, index): stage.all_ranks
-            for name, module in plan.modules.items()
-            for replica, index, stage in module.stages()
-        }
-        self.ranks = [by_stage[task.stage_key] for task in graph.tasks]
-        self.num_ranks = plan.world_size
-        # two ranks -> one of them -> what it sends to the other and receives from it
-        self.channels: dict[tuple[int, int], dict[int, list[Action]]] = {}
-        # Blocking nodes, which occupy all of their ranks at once: the tasks (the first of joint ones), then the sums.
-        self.node_of = list(range(len(graph.tasks))) if graph.joint is None else graph.joint.tolist()
-        self.successors: list[list[int]] = [[] for _ in range(len(graph.tasks) + len(sync_groups))]
-        self.blocking: dict[int, list[int]] = {}
 
-    def check(self, in_order: bool) -> None:
-        """Runs all checks; `in_order` adds the check that gradient sums can run in the order of their indices."""
-        if set(self.program.actions) != set(range(self.num_ranks)):
-            raise ProgramError(
-                f"The program has {len(self.program.actions)} ranks, the plan has {self.num_ranks}. "
-                "Make it for this plan with `build_program`."
-            )
-        for rank, actions in self.program.actions.items():
-            self._check_rank(rank, actions)
-        self._check_complete()
-        for ends in self.channels.values():
-            self._check_channel(ends)
-        if in_order:
-            for first, second in pairwise(range(len(self.graph.tasks), len(self.successors))):
-                self.successors[first].append(second)
-        self._check_cycles()
+def _meeting_of(plan: ParallelPlan, action: Action) -> tuple:
+    """What ranks do together: a sum, or a task of replicas that run jointly."""
+    if action.task is None:
+        return ("sync", action.index)
+    size = plan.modules[action.task.module].joint_replicas
+    return (action.task.kind, replace(action.task, replica=action.task.replica // size * size))
 
-    def _check_rank(self, rank: int, actions: Sequence[Action]) -> None:
-        """Checks one list by itself, and records its order for the other checks."""
-        done: set[tuple[str, int]] = set()
-        summed: set[StageKey] = set()
-        blocking: list[int] = []
+
+def _run(plan: ParallelPlan, program: Program, in_order: bool) -> dict[int, Action]:
+    """
+    Rank -> the action at which it waits forever, where each transfer waits for all earlier ones of its channel, in
+    both directions, for both ranks, and for the tasks before it on both; a backward waits for the sends of its
+    forward, too. With `in_order` a gradient sum waits for those before it.
+    """
+    members: dict[tuple, set[int]] = {}  # ranks that run a task, those of other replicas with it, or a sum
+    issued: dict[tuple[int, int], dict[int, list[tuple]]] = {}
+    wanted: dict[tuple[int, Task], set[tuple]] = {}  # transfers that a task waits for on a rank
+    transfers: dict[tuple[int, Action], list[tuple]] = {}
+    for rank, actions in program.actions.items():
         for action in actions:
-            number = self._number(rank, action)
-            kind = "task" if action.task is not None else action.op
-            if (kind, number) in done:
-                raise ProgramError(f"Rank {rank} has `{action}` twice. Keep one of them.")
-            done.add((kind, number))
-            if kind == "task":
-                self._check_task(rank, action, number, done, summed)
-            elif kind == "send":
-                self._check_send(rank, action, number, done, blocking)
-            elif kind == "recv":
-                self._check_recv(rank, action, number, done)
-            else:
-                summed.update(self.sync_groups[number].stages)
-            if kind in ("task", "sync"):
-                node = self.node_of[number] if kind == "task" else len(self.graph.tasks) + number
-                if blocking:
-                    self.successors[blocking[-1]].append(node)
-                blocking.append(node)
-        self.blocking[rank] = blocking
-
-    def _number(self, rank: int, action: Action) -> int:
-        """Index of the action's task, message or group; raises if `rank` does not take part in it."""
-        if action.task is not None:
-            number = self.task_index.get(action.task)
-            ranks: Iterable[int] = () if number is None else self.ranks[number]
-            if action.op != action.task.kind:
-                raise ProgramError(f"Rank {rank} has op `{action.op}` on the task `{action.task}`. Make them equal.")
-        elif action.message is not None:
-            number = self.message_index.get(action.message)
-            end = 0 if action.op == "send" else 1
-            ranks = () if number is None else self.ranks[self.graph.ends[number][end]]
-        else:
-            number = action.index
-            ranks = (
-                self.sync_groups[number].ranks if number is not None and 0 <= number < len(self.sync_groups) else ()
+            if action.message is None:
+                members.setdefault(_meeting_of(plan, action), set()).add(rank)
+                continue
+            message, sends = action.message, action.op == "send"
+            source, target = (plan.stage(*t.stage_key).all_ranks for t in (message.source, message.target))
+            # what ranks have that are at both ends stays on them
+            for other in set() if {*source} == {*target} else {*(target if sends else source)} - {rank}:
+                ends = (rank, other) if sends else (other, rank)
+                transfer = (tuple(sorted(ends)), message, ends)
+                transfers.setdefault((rank, action), []).append(transfer)
+                waiting = Task("bwd", *message.source.key) if sends else message.target
+                if not sends or message.kind == "act":
+                    wanted.setdefault((rank, waiting), set()).add(transfer)
+    at, done, num_sums = dict.fromkeys(program.actions, 0), set(), 0
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in program.actions.items():
+            while at[rank] < len(actions) and actions[at[rank]].message is not None:
+                for transfer in transfers.get((rank, actions[at[rank]]), ()):
+                    issued.setdefault(transfer[0], {}).setdefault(rank, []).append(transfer)
+                at[rank], moved = at[rank] + 1, True
+        for channel, ends in issued.items():
+            while all(ends.get(rank) for rank in channel) and len({ends[rank][0] for rank in channel}) == 1:
+                done.add([ends[rank].pop(0) for rank in channel][0])
+                moved = True
+        for meeting, ranks in members.items():
+            here = [program.actions[rank][at[rank]] for rank in ranks if at[rank] < len(program.actions[rank])]
+            are_here = len(here) == len(ranks) and all(
+                action.message is None and _meeting_of(plan, action) == meeting for action in here
             )
-        if number is None or rank not in ranks:
-            raise ProgramError(f"Rank {rank} has `{action}`, which is not among its actions in this step. Remove it.")
-        return number
-
-    def _check_task(
-        self, rank: int, action: Action, number: int, done: set[tuple[str, int]], summed: set[StageKey]
-    ) -> None:
-        """Checks that a task comes after that of its chunk, and what adds gradients before the sums of its stage."""
-        assert action.task is not None
-        if action.op == "fwd":
-            return
-        if ("task", int(self.graph.after[number])) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before what it follows. Move it behind that.")
-        if action.op in ("bwd", "bwd_weight") and action.task.stage_key in summed:
-            raise ProgramError(f"Rank {rank} has `{action}` after the sum of its gradients. Move it before the sum.")
-
-    def _check_send(
-        self, rank: int, action: Action, number: int, done: set[tuple[str, int]], blocking: list[int]
-    ) -> None:
-        """Checks that a send comes after its task; its target then depends on the preceding blocking action."""
-        source, target = self.graph.ends[number]
-        if ("task", source) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before the task that produces it. Move it after the task.")
-        self.successors[blocking[-1]].append(self.node_of[target])
-        self._add_to_channels(rank, action, self.ranks[target])
-
-    def _check_recv(self, rank: int, action: Action, number: int, done: set[tuple[str, int]]) -> None:
-        """Checks that a receive is before its task, after the forward of a backward, and after the rank's own send."""
-        source, target = self.graph.ends[number]
-        if ("task", target) in done:
-            raise ProgramError(f"Rank {rank} has `{action}` after the task that needs it. Move it before the task.")
-        if (
-            self.graph.tasks[target].kind in ("bwd", "bwd_input")
-            and ("task", int(self.graph.after[target])) not in done
-        ):
-            raise ProgramError(
-                f"Rank {rank} has `{action}` before the forward that sizes it. Move it after the forward."
-            )
-        if rank in self.ranks[source] and ("send", number) not in done:
-            raise ProgramError(f"Rank {rank} has `{action}` before its own send of it. Move it after the send.")
-        self._add_to_channels(rank, action, self.ranks[source])
-
-    def _add_to_channels(self, rank: int, action: Action, others: Iterable[int]) -> None:
-        for other in others:
-            if other != rank:
-                ends = (min(rank, other), max(rank, other))
-                self.channels.setdefault(ends, {}).setdefault(rank, []).append(action)
-
-    def _check_complete(self) -> None:
-        """Checks that no action is missing; those in the lists are already known to be valid and unique."""
-        counts = [0] * self.num_ranks
-        for ranks in self.ranks:
-            for rank in ranks:
-                counts[rank] += 1
-        for source, target in self.graph.ends:
-            for rank in self.ranks[source]:
-                counts[rank] += 1
-            for rank in self.ranks[target]:
-                counts[rank] += 1
-        for group in self.sync_groups:
-            for rank in group.ranks:
-                counts[rank] += 1
-        for rank, count in enumerate(counts):
-            if count != len(self.program.actions[rank]):
-                done = set(self.program.actions[rank])
-                missing = next(action for action in self._expected(rank) if action not in done)
-                raise ProgramError(f"Rank {rank} never runs `{missing}`. Add it.")
-
-    def _expected(self, rank: int) -> Iterable[Action]:
-        """All actions of one rank, unordered."""
-        yield from (
-            Action.run(task) for task, ranks in zip(self.graph.tasks, self.ranks, strict=True) if rank in ranks
-        )
-        for message, (source, target) in zip(self.graph.messages, self.graph.ends, strict=True):
-            if rank in self.ranks[source]:
-                yield Action("send", message=message)
-            if rank in self.ranks[target]:
-                yield Action("recv", message=message)
-        yield from (Action("sync", index=i) for i, group in enumerate(self.sync_groups) if rank in group.ranks)
-
-    def _check_channel(self, ends: Mapping[int, Sequence[Action]]) -> None:
-        """Checks that what two ranks send each other is in one order on both."""
-        (rank, own), (other, others) = ends.items()
-        for mine, theirs in zip(own, others, strict=True):
-            if mine.message != theirs.message:
-                raise ProgramError(
-                    f"Rank {rank} has `{mine}` where rank {other}, at the other end, has `{theirs}`. What two ranks "
-                    "send each other has one order on both: that of the sends."
-                )
-
-    def _check_cycles(self) -> None:
-        """Walks the blocking nodes in topological order; nodes that are never reached are in a cycle."""
-        waits = [0] * len(self.successors)
-        for targets in self.successors:
-            for node in targets:
-                waits[node] += 1
-        queue = [node for node, count in enumerate(waits) if not count]
-        reached = 0
-        while queue:
-            node = queue.pop()
-            reached += 1
-            for other in self.successors[node]:
-                waits[other] -= 1
-                if not waits[other]:
-                    queue.append(other)
-        if reached == len(waits):
-            return
-        waiting = {}
-        for rank, nodes in self.blocking.items():
-            stuck = next((node for node in nodes if waits[node]), None)
-            if stuck is not None:
-                waiting[rank] = self._action(stuck)
-        raise DeadlockError(f"The program deadlocks:\n{waiting_table(waiting)}")
-
-    def _action(self, node: int) -> Action:
-        """The action of a blocking node."""
-        if node < len(self.graph.tasks):
-            return Action.run(self.graph.tasks[node])
-        return Action("sync", index=node - len(self.graph.tasks))
+            if in_order and meeting[0] == "sync" and meeting[1] != num_sums:
+                continue
+            if are_here and all(
+                wanted.get((rank, action.task), set()) <= done for rank, action in zip(ranks, here, strict=True)
+            ):
+                num_sums += meeting[0] == "sync"
+                at.update({rank: at[rank] + 1 for rank in ranks})
+                moved = True
+    return {rank: own[at[rank]] for rank, own in program.actions.items() if at[rank] < len(own)}

@@ -1,4 +1,4 @@
-"""Programs that are written in arrays are those that the plain way gives, and what is proved of them holds."""
+"""Orders in windows are those of events one by one, what is proved of lists holds, and checksums tell them apart."""
 
 import itertools
 import random
@@ -20,7 +20,6 @@ from hf_mmparallel.schedule import (
     build_graph,
     build_program,
     find_representatives,
-    in_flight_1f1b,
     in_flight_limits,
     lower,
     order_tasks,
@@ -32,9 +31,8 @@ from hf_mmparallel.schedule.action_lists import PartActions, ProgramActions
 from hf_mmparallel.schedule.kinds import FILLS
 from hf_mmparallel.schedule.lowering import Proof, blocking_order, prove
 from tests.plan.specs import model_spec
-from tests.schedule import checker, plain
-from tests.schedule.builders import Case, cases, make_plan, make_step, timed, uneven
-from tests.schedule.mutations import CHANGES, changed
+from tests.schedule import checker
+from tests.schedule.builders import CHANGES, Case, cases, changed, make_plan, make_step, uneven
 
 SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 CASES = st.one_of(cases(), cases(generators=("image",)), cases(split=True))
@@ -55,42 +53,6 @@ def events_of(order: Order) -> list[list[int]]:
 KINDS = st.sampled_from(["even", "thirds", "uneven"])
 
 
-def check_chunks(case: Case) -> None:
-    for name, replicas in case.step.microbatches.items():
-        for replica in range(len(replicas)):
-            expected = plain.chunks_of_replica(case.step, name, replica)
-            assert case.step.chunks.of_replica(name, replica) == tuple(tuple(map(tuple, own)) for own in expected)
-            for target in case.step.targets.get(name, ()):
-                turns = plain.consumer_turns(case.step, name, replica, target)
-                assert list(case.step.consumer_turns(name, replica, target).items()) == list(turns.items())
-
-
-@SETTINGS
-@given(CASES, st.booleans(), st.booleans(), KINDS, st.integers(0, 99))
-def test_the_lists_of_ranks_are_those_of_the_plain_way(case, training, alternate, kind, seed):
-    check_chunks(case)
-    graph, expected = build_graph(case.plan, case.step, training), plain.build_graph(case.plan, case.step, training)
-    assert graph.tasks == expected.tasks
-    assert sorted(graph.messages) == sorted(expected.messages)
-    assert list(map(sorted, plain.predecessors(graph))) == list(map(sorted, expected.predecessors))
-    max_in_flight = in_flight_1f1b(case.plan, case.step)
-    assert max_in_flight == plain.in_flight_1f1b(case.plan, case.step)
-    times_ms, max_in_flight = times_of(graph.tasks, kind, seed), in_flight_limits(case.plan, case.step)
-    order = order_tasks(case.plan, graph, times_ms, max_in_flight, alternate)
-    plainly = plain.order_tasks(case.plan, expected, times_ms, max_in_flight, alternate)
-    assert events_of(order) == plainly.events
-    timeline = timed(case.plan, graph, order, times_ms)
-    assert np.allclose(timeline.start_ms, plainly.start_ms) and np.allclose(timeline.end_ms, plainly.end_ms)
-    groups = case.sync_groups if training else []
-    program = Program(ProgramActions([lower(case.plan, graph, order, groups)]))
-    same = plain.lower(case.plan, expected, plainly, groups)
-    assert program == same
-    assert program.checksum == same.checksum
-    assert all(program.of_rank(rank) == same.of_rank(rank) for rank in range(case.plan.world_size))
-    for name in case.plan.modules:
-        assert program.replicas(name) == same.replicas(name)
-
-
 @pytest.mark.parametrize("arrangement", sorted(ARRANGEMENTS))
 def test_encoders_unlike_in_number_share_one_part(arrangement, monkeypatch):
     """2 n - 1 encoder replicas for n of the language model: a chain of replicas, planned as a whole."""
@@ -101,16 +63,16 @@ def test_encoders_unlike_in_number_share_one_part(arrangement, monkeypatch):
     tokens = {name: np.ceil(100 * own).astype(np.int64) for name, own in times.items()}
     step = arrange_step(plan, range(96), Workloads(times, dict.fromkeys(times, 2.0), tokens, {}), 4, arrangement)
     part = next(iter(find_representatives(plan, sync_groups(model_spec(), plan)).parts(step, 0)))
-    graph, expected = (make(part.plan, part.step) for make in (build_graph, plain.build_graph))
-    order = (times_of(graph.tasks, "uneven", 0), in_flight_limits(part.plan, part.step), schedule == "1f1b")
-    timeline = plain.order_tasks(part.plan, expected, *order)
+    graph = build_graph(part.plan, part.step)
+    found = []
     for many in (1, 10**9):  # windows, events
         monkeypatch.setattr(scheduler, "_MANY_TASKS", many)
-        found = order_tasks(part.plan, graph, *order)
-        assert events_of(found) == timeline.events
-    rows = lower(part.plan, graph, found, part.sync_groups)
-    assert Program(ProgramActions([rows])) == plain.lower(part.plan, expected, timeline, part.sync_groups)
-    assert is_proved(part, graph, blocking_order(graph, found, part.sync_groups), rows)
+        limits = in_flight_limits(part.plan, part.step)
+        found.append(order_tasks(part.plan, graph, times_of(graph.tasks, "uneven", 0), limits, schedule == "1f1b"))
+    assert events_of(found[0]) == events_of(found[1])
+    rows = lower(part.plan, graph, found[0], part.sync_groups)
+    assert is_proved(part, graph, blocking_order(graph, found[0], part.sync_groups), rows)
+    check(part, graph, rows)
 
 
 def are_apart(case: Case) -> bool:
@@ -154,11 +116,9 @@ def test_windows_of_all_parts_give_each_the_order_that_it_has_alone(case, kind, 
 def test_times_that_count_as_one_instant_are_left_to_the_events_one_by_one():
     plan = resolve_plan(model_spec(), {"vision": ModulePlugin(dp_size=2), LM: ModulePlugin()})
     step = arrange_step(plan, range(8), Workloads.alike(plan.modules, 8), 2)
-    graph, limits = build_graph(plan, step), in_flight_limits(plan, step)
+    graph = build_graph(plan, step)
     times_ms = [1.0 + 1e-10 * task.replica for task in graph.tasks]
     assert scheduler._in_windows(plan, graph, times_ms, {}, False) is None
-    expected = plain.order_tasks(plan, plain.build_graph(plan, step), times_ms, limits)
-    assert events_of(order_tasks(plan, graph, times_ms, limits)) == expected.events
 
 
 def is_proved(part: Part, graph: TaskGraph, order: np.ndarray, rows: PartActions) -> bool:
@@ -166,7 +126,7 @@ def is_proved(part: Part, graph: TaskGraph, order: np.ndarray, rows: PartActions
 
 
 def check(part: Part, graph: TaskGraph, rows: PartActions) -> None:
-    """Walks the lists."""
+    """Runs the lists."""
     checker.check(part.plan, graph, part.sync_groups, Program(dict(ProgramActions([rows]))), is_part=True)
 
 
@@ -183,7 +143,7 @@ def written(case: Case, seed: int):
 @SETTINGS
 @given(CASES, st.data())
 def test_what_is_proved_passes_the_checker(case, data):
-    """Changed rows are proved only if the checker, which walks the lists, finds nothing; unchanged ones always are."""
+    """Changed rows are proved only if the checker, which runs the lists, finds nothing; unchanged ones always are."""
     part, graph, order, rows = written(case, data.draw(st.integers(0, 9)))
     assert is_proved(part, graph, order, rows)
     if len(rows.codes) < 2:
@@ -207,18 +167,16 @@ def test_no_exchange_of_two_actions_is_proved_that_the_checker_refuses(ranks):
     spec, plan = make_plan({"vision": [[first]], LM: [[second, third]]})
     step = make_step({"vision": [[[2], [1], [0]]], LM: [[[0], [1], [2]]]})
     part, graph, order, rows = written(Case(plan, step, sync_groups(spec, plan)), 0)
-    refusals = []
+    proved = 0
     for start, stop in itertools.pairwise(rows.starts.tolist()):
         for i, j in itertools.combinations(range(start, stop), 2):
             codes = rows.codes.copy()
             codes[[i, j]] = codes[[j, i]]
             changed = replace(rows, codes=codes, _known={})
-            try:
+            if is_proved(part, graph, order, changed):
                 check(part, graph, changed)
-            except ProgramError as error:
-                assert not is_proved(part, graph, order, changed), error
-                refusals.append(str(error))
-    assert any("one order on both" in refusal for refusal in refusals)
+                proved += 1
+    assert 0 < proved < 0.2 * len(rows.codes) ** 2 / 2
 
 
 @settings(SETTINGS, max_examples=25)
@@ -227,7 +185,9 @@ def test_checksums_tell_lists_apart_however_they_are_stored(case, training):
     representatives = find_representatives(case.plan, case.sync_groups)
     program = representatives.expand(program_of_parts(representatives.parts(case.step), uneven, training))
     lists = dict(program.actions)
-    assert Program(lists).checksum == program.checksum
+    assert Program(lists).checksum == program.checksum and Program(lists) == program
+    assert all(Program(lists).replicas(name) == program.replicas(name) for name in case.plan.modules)
+    assert all(Program(lists).of_rank(rank) == program.of_rank(rank) for rank in lists)
     whole = build_program(case.plan, case.step, case.sync_groups, uneven, training)
     assert {**whole.actions, **lists} == whole.actions
     for rank, row in lists.items():

@@ -1,6 +1,7 @@
 """A rank plans the replicas that it exchanges tensors with; that gives the program that planning all of them gives."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -37,7 +38,6 @@ from hf_mmparallel.schedule.lowering import Proof, blocking_order
 from tests.plan.specs import model_spec
 from tests.schedule.builders import Case, cases, make_plan, make_step, timed, timeline_of, uneven
 from tests.schedule.checker import DeadlockError, check, check_program
-from tests.schedule.plain import connected, ranks_of_stages
 from tests.schedule.replayed import replay
 
 SETTINGS = settings(max_examples=60, suppress_health_check=list(HealthCheck))
@@ -46,9 +46,23 @@ ALL_CASES = st.one_of(CASES, cases(("image",), joint=True))
 LM = LANGUAGE_MODEL
 
 
+def connected(sets: Sequence[frozenset[int]]) -> list[list[int]]:
+    """The places of the sets in groups that have something in common, directly or through others."""
+    groups: list[list[int]] = []
+    for place, own in enumerate(sets):
+        touching = [group for group in groups if any(own & sets[other] for other in group)]
+        groups = [group for group in groups if group not in touching]
+        groups.append([*itertools.chain.from_iterable(touching), place])
+    return sorted(map(sorted, groups))
+
+
 def exchanging(case) -> dict[int, frozenset[int]]:
     """Rank -> the ranks that it shares a task, a message or another rank with, by the tasks of the whole step."""
-    ranks = ranks_of_stages(case.plan)
+    ranks = {
+        (name, *place): frozenset(stage.all_ranks)
+        for name, module in case.plan.modules.items()
+        for *place, stage in module.stages()
+    }
     keys = [
         [key for key in ranks if key[0] == name and key[1] // module.joint_replicas == group]
         for name, module in case.plan.modules.items()

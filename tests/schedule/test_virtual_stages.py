@@ -1,7 +1,5 @@
 """Virtual stages: the closed form of their bubble, torch's own interleaved schedule, and no deadlock."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Split backwards: the closed form of their bubble, torch's own schedule, memory, no deadlock, and wrong programs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -42,7 +40,7 @@ from hf_mmparallel.schedule.lowering import Proof, blocking_order
 from hf_mmparallel.schedule.scheduler import default_cost
 from tests.plan.specs import model_spec
 from tests.schedule.builders import Case, cases, make_plan, make_step, module_spec, splitting
-from tests.schedule.checker import check
+from tests.schedule.checker import check, check_program
 from tests.schedule.torch_orders import torch_length_ms
 
 VISION, LM = "vision", LANGUAGE_MODEL
@@ -134,7 +132,7 @@ def test_any_layout_ends_with_a_program_that_is_proved(case: Case, seed: int):
     timeline = simulate(find_representatives(case.plan, case.sync_groups), case.step, cost)
     graph = timeline.graph
     assert len(timeline.end_ms) == graph.num_tasks and np.isfinite(timeline.end_ms).all()
-    build_program(case.plan, case.step, case.sync_groups, cost)
+    check_program(case.plan, case.step, case.sync_groups, build_program(case.plan, case.step, case.sync_groups, cost))
     # of a chunk there is a whole backward or both parts, and of joint tasks all are of one kind
     kinds: dict[tuple, set[str]] = {}
     for task in graph.tasks:
@@ -232,7 +230,7 @@ def with_list(rows: PartActions, rank: int, codes: Sequence[int]) -> PartActions
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_wrong_programs_of_split_backwards_are_refused(joint):
-    """By the proof, and by the checker, which walks the lists."""
+    """By the proof, and by the checker, which runs the lists."""
     sharding = {LM: ShardingSettings(2)} if joint else {}
     spec, plan = make_plan({VISION: [[(0,)]], LM: [[(1,), (2,)], [(3,), (4,)]]}, sharding=sharding)
     plan, rows_of = splitting(plan), [[[0], [1], [2]], [[3], [4], [5]]]

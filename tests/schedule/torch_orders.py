@@ -1,7 +1,5 @@
 """The orders of torch's own pipeline schedules over time, without their runtime."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

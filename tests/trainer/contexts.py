@@ -1,7 +1,5 @@
 """Run contexts of tests without a Trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hf_mmparallel import MultimodalTrainingArguments

@@ -1,7 +1,5 @@
 """Runs without a plan on gloo ranks under DDP, accelerate's FSDP2 and DeepSpeed, by the arguments that users give."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import warnings

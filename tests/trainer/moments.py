@@ -1,7 +1,5 @@
 """What a test does or notes in the middle of a training."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

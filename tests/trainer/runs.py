@@ -1,10 +1,8 @@
 """Training runs of tiny models: the stock Trainer on one process, and ours on ranks, with what a test compares."""
 
-from __future__ import annotations
-
 import hashlib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,11 @@ from transformers import Trainer, TrainingArguments
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel._versions import CACHE
 from hf_mmparallel.modeling import build_model_spec, lazy_logits
+from hf_mmparallel.plan import MultimodalParallelPlugin, plan_for_model
 from hf_mmparallel.runtime import updated_copies
 from hf_mmparallel.trainer import start_report as report
 from tests import tiny
+from tests.deep_cases import deep
 from tests.distributed import run_distributed
 from tests.folders import made_once, run_folder
 
@@ -66,6 +66,17 @@ def deep_but(cases: Iterable[str], *core: str) -> list[Any]:
     """The names of cases for `parametrize`; all but `core` are deep."""
     assert {*core} <= {*cases}
     return [name if name in core else pytest.param(name, marks=pytest.mark.deep) for name in cases]
+
+
+def case(family: str, parallel: Any, always: bool = False, **arguments: Any) -> Any:
+    """A layout of a family, with further arguments, for `parametrize`: a deep test, unless it always runs."""
+    return deep(family, parallel, arguments, unless=always, id=f"{family}, {parallel}")
+
+
+def ranks_of(family: str, parallel: Any) -> int:
+    """How many ranks a layout has."""
+    plugin = MultimodalParallelPlugin.from_any(parallel)
+    return plan_for_model(plugin, build_model_spec(tiny.FAMILIES[family]()), None).world_size
 
 
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
@@ -189,15 +200,35 @@ def saving_run(
     return run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
 
 
-def assert_a_layout_equals_the_stock_trainer(family: str, world_size: int, parallel: Any, **arguments: Any) -> None:
+def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **arguments: Any) -> None:
     """Compares logs, final weights and the loss of an evaluation, and the logs of all ranks."""
     arguments = {"evaluate": True, "per_device_eval_batch_size": 2, **arguments}
     reference = stock(family, freeze=frozen(parallel) if isinstance(parallel, dict) else {}, **arguments)
-    ranks = run_distributed(parallel_run, world_size, family, parallel, timeout=240, **arguments)
+    ranks = run_distributed(parallel_run, ranks_of(family, parallel), family, parallel, timeout=240, **arguments)
     assert_same_run(ranks[0], reference)
     for rank in ranks:
         assert rank.logs == ranks[0].logs
         assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+Layout = tuple[str, Any, Callable[[], dict[str, Any]], dict[str, Any]]
+"""Of a launch with several: a family, a layout, the words of both Trainers made anew, and arguments of ours."""
+
+
+def run_layouts(layouts: Mapping[str, Layout]) -> dict[str, Run]:
+    """Our Trainer on this rank under each layout, one after the other."""
+    return {name: parallel_run(family, own, **words(), **ours) for name, (family, own, words, ours) in layouts.items()}
+
+
+def assert_layouts_equal_the_stock_trainer(world_size: int, layouts: Mapping[str, Layout]) -> None:
+    """Compares layouts of as many ranks, in one launch if there are any, with one process."""
+    ranks = run_distributed(run_layouts, world_size, dict(layouts), timeout=280) if layouts else []
+    for name, (family, parallel, words, _) in layouts.items():
+        try:
+            assert_same_run(ranks[0][name], stock(family, freeze=frozen(parallel), **words()))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        assert all(rank[name].logs == ranks[0][name].logs for rank in ranks), name
 
 
 def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 2e-6) -> None:

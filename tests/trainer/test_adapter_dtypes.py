@@ -1,7 +1,5 @@
 """LoRA on weights of every dtype, and on quantized ones (QLoRA), trains as `get_peft_model` with the stock Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

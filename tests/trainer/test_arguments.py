@@ -1,7 +1,5 @@
 """The arguments survive everything that is done with `TrainingArguments`: command lines, files, pickles, copies."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Every argument and method of the installed stock Trainer is honoured, refused or without effect under a plan."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """`parallel="auto"`: whatever the search can return equals one process, and the Trainer goes on with what it finds."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

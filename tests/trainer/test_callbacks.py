@@ -1,7 +1,5 @@
 """What callbacks tell of a run: efficiency in the log, the progress bar, measured timelines."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Saving, resuming and handing over under a plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

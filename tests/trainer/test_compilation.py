@@ -1,7 +1,5 @@
 """Compiled layers in stages, tensor parallelism, recomputation and ZeRO-3 give the stock Trainer's run."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

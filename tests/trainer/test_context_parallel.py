@@ -1,7 +1,5 @@
 """Ranks that share the tokens of a row give the losses, gradient norms and weights of the stock Trainer, unpacked."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from tests.folders import run_folder
 from tests.modeling import test_composed as parts
 
 from . import runs
+from .runs import case
 from .test_features import assert_same_evaluations, evaluations, finished
 
 VISION, LM = "vision", "language_model"
@@ -43,30 +42,19 @@ def on_the_ranks_of_vision(family: str) -> MultimodalParallelPlugin:
     return MultimodalParallelPlugin(plan=replace(plan, modules={**plan.modules, LM: shared}))
 
 
-LAYOUTS = {
-    "llava, on the ranks of vision, one of padding only": (
-        "llava",
-        2,
-        on_the_ranks_of_vision("llava"),
-        {"include_num_input_tokens_seen": "non_padding"},
-    ),
-    "gemma3, stages, at random": ("gemma3", 5, {LM: {**CP, "pp_size": 2, "cp_method": "random"}}, {}),
-    "llava, tp and checkpointing": ("llava", 5, {LM: {**CP, "tp_size": 2, "activation_checkpointing": True}}, {}),
-    "qwen2_vl, copies": ("qwen2_vl", 5, {LM: {**CP, "dp_size": 2, "cp_method": "zigzag", "cp_mode": "row"}}, {}),
-    "qwen3_vl, two copies of vision, cut inside DeepStack, whole samples": (
-        "qwen3_vl",
-        6,
-        {VISION: {"dp_size": 2}, LM: {**CP, "pp_size": 2, "cp_mode": "segments"}},
-        {},
-    ),
-}
+LAYOUTS = [
+    case("llava", on_the_ranks_of_vision("llava"), always=True, include_num_input_tokens_seen="non_padding"),
+    case("gemma3", {LM: {**CP, "pp_size": 2, "cp_method": "random"}}),
+    case("llava", {LM: {**CP, "tp_size": 2, "activation_checkpointing": True}}),
+    case("qwen2_vl", {LM: {**CP, "dp_size": 2, "cp_method": "zigzag", "cp_mode": "row"}}),
+    case("qwen3_vl", {VISION: {"dp_size": 2}, LM: {**CP, "pp_size": 2, "cp_mode": "segments"}}),
+]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, list(LAYOUTS)[0]))
-def test_a_layout_equals_the_stock_trainer(name: str):
-    family, world_size, parallel, arguments = LAYOUTS[name]
-    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, parallel, **arguments)
+@pytest.mark.parametrize(("family", "parallel", "arguments"), LAYOUTS)
+def test_a_layout_equals_the_stock_trainer(family: str, parallel: Any, arguments: dict[str, Any]):
+    runs.assert_a_layout_equals_the_stock_trainer(family, parallel, **arguments)
 
 
 # What else a run has: adapters, predictions, a model of several encoders, checkpoints

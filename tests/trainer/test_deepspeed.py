@@ -1,7 +1,5 @@
 """Modules with a DeepSpeed configuration train as the stock Trainer does, and it agrees with the arguments."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trainers without a `data_collator`: the stock Trainer's batches, at size 1 to the bit, and under a plan."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks that share the images, frames and clips of an encoder give the stock Trainer's losses, norms and weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest import mock

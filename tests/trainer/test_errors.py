@@ -1,7 +1,5 @@
 """What can't be right is refused with one sentence on every rank, and nothing hangs."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -11,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import BertConfig, BertForMaskedLM, BertModel, DogeConfig, DogeForCausalLM
+import transformers as hf
+from transformers import BertConfig, BertForMaskedLM, BertModel, DogeConfig, DogeForCausalLM, PreTrainedModel
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import MultimodalParallelPlugin
 from hf_mmparallel.trainer import start_checks as checks
 from hf_mmparallel.trainer.build import prepare_model
@@ -23,7 +22,68 @@ from tests import tiny
 from tests.deep_cases import deep, in_turn
 from tests.distributed import assert_ranks_raise, run_distributed
 
-from . import encoder_decoders, runs
+from . import runs
+
+TEXT: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "vocab_size": 64,
+}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def florence2() -> PreTrainedModel:
+    vision = {
+        "embed_dim": [8, 16, 16, 16],
+        "num_heads": [2, 2, 2, 2],
+        "num_groups": [2, 2, 2, 2],
+        "depths": [1, 1, 1, 1],
+        "window_size": 4,
+        "projection_dim": 32,
+    }
+    text = {"model_type": "bart", **TEXT}
+    return hf.Florence2ForConditionalGeneration(hf.Florence2Config(vision_config=vision, text_config=text))
+
+
+def _whisper_config() -> hf.WhisperConfig:
+    return hf.WhisperConfig(**TEXT, num_mel_bins=8, max_source_positions=10, max_target_positions=16, pad_token_id=0)
+
+
+def whisper() -> PreTrainedModel:
+    return hf.WhisperForConditionalGeneration(_whisper_config())
+
+
+def bart() -> PreTrainedModel:
+    return hf.BartForConditionalGeneration(hf.BartConfig(**TEXT))
+
+
+def blip2_t5() -> PreTrainedModel:
+    """One whose language model is an encoder-decoder."""
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    text = {"model_type": "t5", **sizes}
+    vision = {**SIZES, "image_size": 16, "patch_size": 8}
+    former = {**SIZES, "encoder_hidden_size": 32, "vocab_size": 64}
+    config = hf.Blip2Config(vision_config=vision, qformer_config=former, text_config=text)
+    return hf.Blip2ForConditionalGeneration(config)
+
+
+ALL = (florence2, whisper, bart, blip2_t5)
+
+
+def bart_decoder() -> PreTrainedModel:
+    return hf.BartForCausalLM(hf.BartConfig(**TEXT))
+
+
+def with_whisper() -> PreTrainedModel:
+    """The encoder of a Whisper model before a causal language model."""
+    text = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64))
+    return MultimodalModel.from_unimodal({"audio": hf.WhisperModel(_whisper_config())}, text, token_ids={"audio": 60})
+
 
 VISION, LM = "vision", "language_model"
 PIPELINE = {LM: {"pp_size": 2}}
@@ -194,7 +254,7 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "a norm over a whole batch": (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "`0` is a `BatchNorm1d`"),
     "masked tokens": (lambda: bert(BertForMaskedLM), "is_decoder=True"),
     "no loss": (lambda: bert(BertModel), "`BertModel`"),
-    **{make.__name__: (make, "") for make in encoder_decoders.ALL},
+    **{make.__name__: (make, "") for make in ALL},
 }
 
 
@@ -206,9 +266,7 @@ def test_models_without_the_loss_of_the_next_token_are_refused(name: str):
         check_model(model)
 
 
-@pytest.mark.parametrize(
-    "make", [encoder_decoders.with_whisper, encoder_decoders.bart_decoder, tiny.FAMILIES["voxtral"]]
-)
+@pytest.mark.parametrize("make", [with_whisper, bart_decoder, tiny.FAMILIES["voxtral"]])
 def test_encoders_and_decoders_of_such_models_are_not_refused(make: Callable[[], Any]):
     check_model(make())
 

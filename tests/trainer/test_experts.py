@@ -1,7 +1,5 @@
 """Ranks that share the experts of a mixture give the stock Trainer's losses, gradient norms and final weights."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -236,7 +234,7 @@ def test_adapters_beside_shared_experts_equal_those_of_one_rank():
 
 def test_a_multimodal_model_equals_the_stock_trainer():
     layout = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "ep_size": 2, "colocate_with": VISION}}
-    runs.assert_a_layout_equals_the_stock_trainer("qwen3_vl_moe", 2, layout, max_steps=3)
+    runs.assert_a_layout_equals_the_stock_trainer("qwen3_vl_moe", layout, max_steps=3)
 
 
 def balanced_images() -> dict[str, Any]:

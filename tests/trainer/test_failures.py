@@ -1,7 +1,5 @@
 """Bad luck in training: ranks that raise, stand still or run out of memory, losses that are not finite."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import logging

@@ -1,9 +1,8 @@
 """Models with a generator behind the language model train in any layout as with the stock Trainer on one process."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,29 +22,25 @@ pytestmark = pytest.mark.distributed
 
 SHORT: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
 ON_VISION, ON_LM = {"colocate_with": VISION}, {"colocate_with": LM}
-# Name -> (kinds of generators, ranks, layout, further arguments or `layer`): kinds x frozen settings x layouts
-LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] = {
-    "U-Net beside vision": (("unet",), 2, {IMAGE: ON_VISION}, {}),
-    "codes beside a frozen language model": (("codes",), 2, {LM: {"freeze": True}, IMAGE: ON_LM}, {}),
-    "copies of vision and a DiT on stages of the language model": (
-        ("dit",),
-        2,
-        {VISION: {**ON_LM, "freeze": "tower"}, LM: {"pp_size": 2}, IMAGE: {"dp_size": 2, **ON_LM}},
-        {},
-    ),
-    "two generators, the first frozen": (
+# Kinds of generators, ranks, layout, further arguments or `layer`: kinds x frozen settings x layouts
+LAYOUTS: tuple[tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]], ...] = (
+    (("dit",), 2, {VISION: {**ON_LM, "freeze": "tower"}, LM: {"pp_size": 2}, IMAGE: {"dp_size": 2, **ON_LM}}, {}),
+    (("codes",), 4, {VISION: {"tp_size": 2, **ON_LM}, LM: {"tp_size": 2}, IMAGE: {"tp_size": 2}}, {}),
+    (("unet",), 2, {IMAGE: ON_VISION}, {}),
+    (("codes",), 2, {LM: {"freeze": True}, IMAGE: ON_LM}, {}),
+    (
         ("codes", "unet"),
         2,
         {IMAGE: {**ON_VISION, "freeze": "tower"}, "unet": ON_LM},
         {"microbatch_assignment": "batch_rebalance"},
     ),
-    "stages of codes that read an inner layer, all shared": (
+    (
         ("codes",),
         2,
         {VISION: {"pp_size": 2}, LM: {"pp_size": 2, **ON_VISION}, IMAGE: {"pp_size": 2, **ON_VISION}},
         {"layer": 3},
     ),
-    "each on ranks of its own, split backwards": (
+    (
         ("dit",),
         3,
         {
@@ -54,25 +49,19 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] 
         },
         {},
     ),
-    "only the projector of a frozen U-Net": (
+    (
         ("unet",),
         3,
         {VISION: {"freeze": "tower", **ON_LM}, LM: {"freeze": True, "pp_size": 2}, IMAGE: {"freeze": "tower"}},
         {},
     ),
-    "codes and a language model with tensor parallelism": (
-        ("codes",),
-        4,
-        {VISION: {"tp_size": 2, **ON_LM}, LM: {"tp_size": 2}, IMAGE: {"tp_size": 2}},
-        {},
-    ),
-    "copies of all, ZeRO": (
+    (
         ("codes",),
         4,
         {VISION: {"dp_size": 2, **ON_LM}, LM: {"dp_size": 2, "zero_stage": 2}, IMAGE: {"dp_size": 2, "zero_stage": 3}},
         {},
     ),
-    "copies of a U-Net behind tokens on two ranks": (
+    (
         ("unet",),
         4,
         {
@@ -82,7 +71,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] 
         },
         {},
     ),
-    "stages of codes, recomputed": (
+    (
         ("codes",),
         4,
         {
@@ -92,44 +81,31 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]]] 
         },
         {},
     ),
-}
+)
 
 
 def words(kinds: tuple[str, ...], layer: int | None = None, **arguments: Any) -> dict[str, Any]:
     return {"model": cases.compose(*kinds, layer=layer), "data": cases.make_dataset(*kinds), **SHORT, **arguments}
 
 
-CORE = (
-    "copies of vision and a DiT on stages of the language model",
-    "codes and a language model with tensor parallelism",
-)
-
-
-def run_all(cases: Mapping[str, Any]) -> dict[str, runs.Run]:
-    """The layouts, one after the other."""
+def launched(cases: Mapping[str, Any], world_size: int) -> dict[str, runs.Layout]:
+    """The cases of so many ranks."""
     return {
-        name: runs.parallel_run("llava", layout, **words(kinds, **arguments))
-        for name, (kinds, _, layout, arguments) in cases.items()
+        name: (
+            "llava",
+            layout,
+            partial(words, kinds, more.get("layer")),
+            {k: v for k, v in more.items() if k != "layer"},
+        )
+        for name, (kinds, size, layout, more) in cases.items()
+        if size == world_size
     }
-
-
-def assert_all_equal_the_stock_trainer(cases: Mapping[str, Any]) -> None:
-    """Compares layouts of equal numbers of ranks, in one launch, with one process."""
-    found = run_distributed(run_all, next(iter(cases.values()))[1], dict(cases), timeout=280) if cases else [{}]
-    for name, run in found[0].items():
-        kinds, _, layout, arguments = cases[name]
-        alone = words(kinds, arguments.get("layer"))
-        try:
-            runs.assert_same_run(run, runs.stock("llava", freeze=runs.frozen(layout), **alone))
-        except AssertionError as error:
-            raise AssertionError(name) from error
-        assert all(rank[name].logs == run.logs for rank in found)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_any_layout_equals_the_stock_trainer(world_size: int):
-    chosen = in_turn(LAYOUTS, *CORE)
-    assert_all_equal_the_stock_trainer({name: case for name, case in chosen.items() if case[1] == world_size})
+    every = {f"{kinds}, {layout}": (kinds, *row, layout, more) for kinds, *row, layout, more in LAYOUTS}
+    runs.assert_layouts_equal_the_stock_trainer(world_size, launched(in_turn(every, *[*every][:2]), world_size))
 
 
 # What is trained besides projectors -> what is frozen
@@ -165,7 +141,7 @@ def frozen_cases() -> dict[str, tuple[tuple[str, ...], int, dict[str, Any], dict
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_any_part_can_be_frozen(world_size: int):
     chosen = in_turn(frozen_cases(), "unet, the generator trained")
-    assert_all_equal_the_stock_trainer({name: case for name, case in chosen.items() if case[1] == world_size})
+    runs.assert_layouts_equal_the_stock_trainer(world_size, launched(chosen, world_size))
 
 
 def resumed(folder: Any) -> tuple[runs.Run, runs.Run]:

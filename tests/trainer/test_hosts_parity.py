@@ -1,7 +1,5 @@
 """A script launched by the files of `examples/accelerate_configs` on one host and over two trains and ends cleanly."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

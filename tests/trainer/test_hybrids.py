@@ -1,7 +1,6 @@
 """Models with layers of several kinds in layouts, with packed rows, equal the stock Trainer on padded ones."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,29 +100,18 @@ ADAPTED: tuple[tuple[str, dict[str, Any]], ...] = (  # (class, layout on two ran
 )
 
 
-def words_of(name: str) -> tuple[str, dict[str, Any]]:
-    """Whose samples a class takes, and the arguments of its runs."""
-    return "qwen3_vl" if "Conditional" in name else "llama", {"model": hybrids.build(name), **TWO_STEPS}
+def family_of(name: str) -> str:
+    """Whose samples a class takes."""
+    return "qwen3_vl" if "Conditional" in name else "llama"
+
+
+def words_of(name: str) -> dict[str, Any]:
+    return {"model": hybrids.build(name), **TWO_STEPS}
 
 
 def train(layouts: tuple[tuple[str, dict[str, Any]], ...], batch_size: int) -> list[runs.Run]:
-    results = []
-    for name, layout in layouts:
-        family, words = words_of(name)
-        batch = {"packing": True, "per_device_train_batch_size": batch_size}
-        results.append(runs.parallel_run(family, layout, **batch, **words))
-    return results
-
-
-def check(world_size: int, layouts: tuple[tuple[str, dict[str, Any]], ...], batch_size: int) -> None:
-    first = run_distributed(train, world_size, layouts, batch_size, timeout=280)[0]
-    for (name, layout), run in zip(layouts, first, strict=True):
-        family, words = words_of(name)
-        runs.assert_same_run(run, runs.stock(family, freeze=runs.frozen(layout), **words))
-
-
-def named(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, tuple[str, dict[str, Any]]]:
-    return {f"{name}, {layout}": (name, layout) for name, layout in layouts}
+    ours = {"packing": True, "per_device_train_batch_size": batch_size}
+    return [runs.parallel_run(family_of(name), layout, **ours, **words_of(name)) for name, layout in layouts]
 
 
 @pytest.mark.parametrize(
@@ -134,26 +122,17 @@ def named(layouts: tuple[tuple[str, dict[str, Any]], ...]) -> dict[str, tuple[st
 def test_packed_rows_in_a_layout_equal_the_stock_trainer(
     world_size: int, layouts: Any, num_core: int, batch_size: int
 ):
-    cases = in_turn(named(layouts), *[*named(layouts)][:num_core])
-    if cases:
-        check(world_size, tuple(cases.values()), batch_size)
-
-
-def alone(names: list[str]) -> dict[str, runs.Run]:
-    """The stock Trainer, whose batch is the global batch, with adapters of the same seed."""
-    result = {}
-    for name in names:
-        family, words = words_of(name)
-        towers = {VISION: BESIDE} if "Conditional" in name else {}
-        batch = {"packing": True, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-        result[name] = runs.parallel_run(family, {**towers, LM: LORA}, **batch, **words)
-    return result
+    ours = {"packing": True, "per_device_train_batch_size": batch_size}
+    every = {f"{name}, {own}": (family_of(name), own, partial(words_of, name), ours) for name, own in layouts}
+    runs.assert_layouts_equal_the_stock_trainer(world_size, in_turn(every, *[*every][:num_core]))
 
 
 @pytest.mark.deep
 def test_adapters_train_alike_in_a_layout_and_on_one_process():
-    first = run_distributed(train, 2, ADAPTED, 2, timeout=280)[0]
-    whole = run_distributed(alone, 1, [name for name, _ in ADAPTED], timeout=280)[0]
-    for (name, _), run in zip(ADAPTED, first, strict=True):
+    # the stock Trainer, whose batch is the global batch, with adapters of the same seed
+    towers = [{VISION: BESIDE} if "Conditional" in name else {} for name, _ in ADAPTED]
+    whole = tuple((name, {**tower, LM: LORA}) for (name, _), tower in zip(ADAPTED, towers, strict=True))
+    alone = run_distributed(train, 1, whole, runs.GLOBAL_BATCH, timeout=280)[0]
+    for run, reference in zip(run_distributed(train, 2, ADAPTED, 2, timeout=280)[0], alone, strict=True):
         assert any("lora" in weight for weight in run.weights or {})
-        runs.assert_same_run(*map(runs.without_originals, (run, whole[name])))
+        runs.assert_same_run(*map(runs.without_originals, (run, reference)))

@@ -1,7 +1,6 @@
 """Models of transformers that generate train as they are, as far as the loss of their class has what they generate."""
 
-from __future__ import annotations
-
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from hf_mmparallel.modeling import build_model_spec, check_supported
 from hf_mmparallel.trainer.start_checks import check_model
 from tests import tiny
 from tests.deep_cases import in_turn
-from tests.distributed import run_distributed
 
 from . import runs
 
@@ -110,18 +108,11 @@ def words_of(name: str) -> dict[str, Any]:
     return {"model": model, "data": make_dataset(name), "max_steps": 2, "warmup_steps": 0}
 
 
-def run_all(layouts: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, runs.Run]:
-    return {key: runs.parallel_run("llava", layout, **words_of(name)) for key, (name, layout) in layouts.items()}
-
-
 @pytest.mark.distributed
 def test_layouts_equal_the_stock_trainer():
-    layouts = in_turn(LAYOUTS, "stages of Emu3")
-    for key, run in run_distributed(run_all, 2, layouts, timeout=280)[0].items():
-        try:
-            runs.assert_same_run(run, runs.stock("llava", **words_of(LAYOUTS[key][0])))
-        except AssertionError as error:
-            raise AssertionError(key) from error
+    chosen = in_turn(LAYOUTS, "stages of Emu3")
+    layouts = {key: ("llava", layout, partial(words_of, name), {}) for key, (name, layout) in chosen.items()}
+    runs.assert_layouts_equal_the_stock_trainer(2, layouts)
 
 
 def test_the_tokenizer_of_images_is_before_the_layers_of_the_language_model():

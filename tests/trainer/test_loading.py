@@ -1,7 +1,5 @@
 """Bad samples, streams, interrupted epochs, and ranks that have other sizes or samples, in training runs."""
 
-from __future__ import annotations
-
 import errno
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """16-bit weights: exact steps of their float32 copies, which move to any layout, and gradients that add up exactly."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
+from .runs import case
 
 VISION, LM = "vision", "language_model"
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-4, "adam_epsilon": 1e-4}
@@ -106,22 +105,23 @@ def saved_masters(folder: Path, family: str, parallel: Any, **arguments: Any) ->
     return {names[index]: state["master"] for index, state in saved["state"].items()}
 
 
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "zero and tp": ("llama", 4, {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1}}),
-    "tied over stages, frozen tower": ("paligemma", 3, {VISION: {"freeze": "tower"}, LM: {"pp_size": 2}}),
-    "on the CPU": ("llava", 3, {LM: {"dp_size": 2, "offload_optimizer": True}}),
-}
+LITTLE = {"optim": "adamw_torch", "learning_rate": 5e-6, "adam_epsilon": 1e-2}  # updates below the weights' digits
+LAYOUTS = [
+    case("llama", {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1}}, always=True, **LITTLE),
+    case("paligemma", {VISION: {"freeze": "tower"}, LM: {"pp_size": 2}}, **LITTLE),
+    case("llava", {LM: {"dp_size": 2, "offload_optimizer": True}}, **LITTLE),
+]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "zero and tp"))
-def test_the_copies_follow_the_stock_trainer_with_float32_weights(name: str, tmp_path: Path):
-    family, world_size, parallel = LAYOUTS[name]
-    optim = {"optim": "adamw_torch", "learning_rate": 5e-6, "adam_epsilon": 1e-2}  # updates below the weights' digits
+@pytest.mark.parametrize(("family", "parallel", "optim"), LAYOUTS)
+def test_the_copies_follow_the_stock_trainer_with_float32_weights(
+    family: str, parallel: Any, optim: Any, tmp_path: Path
+):
     start = {name: p.detach().float() for name, p in half(family).named_parameters()}
     model = half(family).float()
     want = runs.stock(family, freeze=runs.frozen(parallel), model=model, bf16=True, **optim).weights
-    got = run_distributed(saved_masters, world_size, tmp_path, family, parallel, **optim)[0]
+    got = run_distributed(saved_masters, runs.ranks_of(family, parallel), tmp_path, family, parallel, **optim)[0]
     assert got and want and all(value.dtype == torch.float32 for value in got.values())
     error = sum(float((got[n] - want[n]).square().sum()) for n in got) ** 0.5
     moved = sum(float((want[n] - start[n]).square().sum()) for n in got) ** 0.5

@@ -1,7 +1,5 @@
 """Sizes that are only known when a sample is looked at: each rank measures a part of each draw, for all ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

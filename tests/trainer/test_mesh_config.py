@@ -1,7 +1,5 @@
 """`DistributedConfig` of transformers and `ParallelismConfig` of accelerate are plans."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

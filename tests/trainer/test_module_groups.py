@@ -1,7 +1,5 @@
 """A learning rate and weight decay of a module is a group of the stock Trainer's optimizer, in every layout."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

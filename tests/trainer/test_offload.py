@@ -1,7 +1,5 @@
 """Optimizers and frozen weights in host memory give the stock Trainer's losses, gradient norms and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from tests.distributed import run_distributed
 
 from . import runs
 from .moments import AfterSteps
+from .runs import case
 
 VISION, LM = "vision", "language_model"
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
@@ -34,12 +33,13 @@ STREAM = {"freeze": True, "offload_params": True}
 
 # The optimizer
 
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "one process": ("llama", 1, {LM: HOST}),
-    "slices": ("llava", 3, {VISION: HOST, LM: {"dp_size": 2, "zero_stage": 1, **HOST}}),
-    "one of two modules, dp and tp": ("llava", 5, {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1, **HOST}}),
-    "frozen tower, tied": ("paligemma", 3, {VISION: {"freeze": "tower", **HOST}, LM: {"pp_size": 2, **HOST}}),
-}
+SLICES = {VISION: HOST, LM: {"dp_size": 2, "zero_stage": 1, **HOST}}
+LAYOUTS = [
+    case("llama", {LM: HOST}, **ADAMW),
+    case("llava", SLICES, **ADAMW),
+    case("llava", {LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 1, **HOST}}, **ADAMW),
+    case("paligemma", {VISION: {"freeze": "tower", **HOST}, LM: {"pp_size": 2, **HOST}}, always=True, **ADAMW),
+]
 
 
 def host_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[runs.Run, set[str], int]:
@@ -56,11 +56,10 @@ def host_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[r
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, "frozen tower, tied"))
-def test_a_step_on_the_cpu_equals_the_stock_trainer(name: str):
-    family, world_size, parallel = LAYOUTS[name]
-    reference = runs.stock(family, freeze=runs.frozen(parallel), **ADAMW)
-    ranks = run_distributed(host_run, world_size, family, parallel, **ADAMW)
+@pytest.mark.parametrize(("family", "parallel", "arguments"), LAYOUTS)
+def test_a_step_on_the_cpu_equals_the_stock_trainer(family: str, parallel: Any, arguments: dict[str, Any]):
+    reference = runs.stock(family, freeze=runs.frozen(parallel), **arguments)
+    ranks = run_distributed(host_run, runs.ranks_of(family, parallel), family, parallel, **arguments)
     runs.assert_same_run(ranks[0][0], reference)
     offloaded = [keys for _, keys, count in ranks if count]
     assert offloaded and all(keys == {"step", "exp_avg", "exp_avg_sq"} for keys in offloaded)
@@ -72,9 +71,8 @@ def test_a_step_on_the_cpu_equals_the_stock_trainer(name: str):
 def test_a_step_of_deepspeed_equals_the_stock_trainer():
     builders: Any = pytest.importorskip("deepspeed.ops.op_builder")
     builders.CPUAdamBuilder().load()  # built in this process, as that takes longer than ranks wait for each other
-    family, world_size, parallel = LAYOUTS["slices"]
-    run, keys, _ = run_distributed(host_run, world_size, family, parallel, deepspeed=True, **ADAMW, timeout=100)[0]
-    runs.assert_same_run(run, runs.stock(family, **ADAMW))
+    run, keys, _ = run_distributed(host_run, 3, "llava", SLICES, deepspeed=True, **ADAMW, timeout=100)[0]
+    runs.assert_same_run(run, runs.stock("llava", **ADAMW))
     assert keys == {"step", "exp_avg", "exp_avg_sq"}
 
 
@@ -123,12 +121,12 @@ def test_what_host_memory_can_not_hold_is_refused(monkeypatch: pytest.MonkeyPatc
 
 # Frozen weights
 
-STREAMED: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "encoder without a backward": ("llava", 2, {VISION: {**STREAM, "freeze": "tower"}, LM: {}}),
-    "language model behind a trained encoder": ("llava", 3, {VISION: {}, LM: {"pp_size": 2, **STREAM}}),
-    "recomputed": ("llava", 2, {VISION: {}, LM: {"activation_checkpointing": True, **STREAM}}),
-    "tp": ("llava", 3, {VISION: {}, LM: {"tp_size": 2, **STREAM}}),
-}
+STREAMED = [
+    case("llava", {VISION: {**STREAM, "freeze": "tower"}, LM: {}}, **ADAMW),
+    case("llava", {VISION: {}, LM: {"pp_size": 2, **STREAM}}, **ADAMW),
+    case("llava", {VISION: {}, LM: {"activation_checkpointing": True, **STREAM}}, **ADAMW),
+    case("llava", {VISION: {}, LM: {"tp_size": 2, **STREAM}}, **ADAMW),
+]
 
 
 def streamed_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[runs.Run, dict[str, Any]]:
@@ -150,11 +148,10 @@ def streamed_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tup
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(STREAMED))
-def test_streamed_weights_equal_the_stock_trainer(name: str):
-    family, world_size, parallel = STREAMED[name]
-    reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **ADAMW)
-    ranks = run_distributed(streamed_run, world_size, family, parallel, **ADAMW)
+@pytest.mark.parametrize(("family", "parallel", "arguments"), STREAMED)
+def test_streamed_weights_equal_the_stock_trainer(family: str, parallel: Any, arguments: dict[str, Any]):
+    reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **arguments)
+    ranks = run_distributed(streamed_run, runs.ranks_of(family, parallel), family, parallel, **arguments)
     runs.assert_same_run(ranks[0][0], reference)
     found = [value for _, modules in ranks for value in modules.values()]
     assert found
@@ -231,16 +228,16 @@ def test_shards_in_host_memory_are_saved_and_gathered_on_the_device(tmp_path: Pa
 
 # Activations
 
-ACTIVATIONS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "one process, recomputed or not": ("llava", 1, {VISION: SAVED, LM: {"colocate_with": VISION, **AGAIN}}),
-    "DeepStack, interleaved stages": ("qwen3_vl", 3, {VISION: AGAIN, LM: {"pp_size": 2, "vp_size": 2, **SAVED}}),
-    "ZeRO-3 and tp": ("llava", 5, {VISION: SAVED, LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 3, **SAVED}}),
-    "tp": ("llama", 2, {LM: {"tp_size": 2, **SAVED}}),
-    "split backward": ("llama", 2, {LM: {"pp_size": 2, "split_backward": True, **SAVED}}),
-    "streamed weights": ("llava", 3, {VISION: SAVED, LM: {"pp_size": 2, **STREAM, **SAVED}}),
-    "streamed and recomputed": ("llava", 2, {VISION: {}, LM: {**STREAM, **AGAIN}}),
-    "experts of ranks": ("qwen3_vl_moe", 3, {VISION: SAVED, LM: {"dp_size": 2, "ep_size": 2, **AGAIN}}),
-}
+ACTIVATIONS = [
+    case("llava", {VISION: SAVED, LM: {"colocate_with": VISION, **AGAIN}}, **ADAMW),
+    case("qwen3_vl", {VISION: AGAIN, LM: {"pp_size": 2, "vp_size": 2, **SAVED}}, **ADAMW),
+    case("llava", {VISION: SAVED, LM: {"dp_size": 2, "tp_size": 2, "zero_stage": 3, **SAVED}}, **ADAMW),
+    case("llama", {LM: {"tp_size": 2, **SAVED}}, **ADAMW),
+    case("llama", {LM: {"pp_size": 2, "split_backward": True, **SAVED}}, **ADAMW),
+    case("llava", {VISION: SAVED, LM: {"pp_size": 2, **STREAM, **SAVED}}, always=True, **ADAMW),
+    case("llava", {VISION: {}, LM: {**STREAM, **AGAIN}}, **ADAMW),
+    case("qwen3_vl_moe", {VISION: SAVED, LM: {"dp_size": 2, "ep_size": 2, **AGAIN}}, **ADAMW),
+]
 
 
 def counted_run(family: str, parallel: dict[str, Any], **arguments: Any) -> tuple[runs.Run, dict[str, int]]:
@@ -261,11 +258,10 @@ def counting(move: Callable, moved: dict[str, int], module: str, tensor: torch.T
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(ACTIVATIONS, "streamed weights"))
-def test_activations_in_host_memory_equal_the_stock_trainer(name: str):
-    family, world_size, parallel = ACTIVATIONS[name]
-    ranks = run_distributed(counted_run, world_size, family, parallel, **ADAMW)
-    reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **ADAMW)
+@pytest.mark.parametrize(("family", "parallel", "arguments"), ACTIVATIONS)
+def test_activations_in_host_memory_equal_the_stock_trainer(family: str, parallel: Any, arguments: dict[str, Any]):
+    ranks = run_distributed(counted_run, runs.ranks_of(family, parallel), family, parallel, **arguments)
+    reference = runs.stock(family, freeze=runs.frozen(parallel), evaluate=True, **arguments)
     runs.assert_same_run(ranks[0][0], reference)
     assert ranks[0][0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
     asked = {name for name, settings in parallel.items() if "offload_activations" in settings}

@@ -1,7 +1,5 @@
 """Optimizers of `args.optim` under plans: as on one process, or refused before the first step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Memory that steps are planned for, limits that follow what they allocate, and samples that are above them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

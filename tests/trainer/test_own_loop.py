@@ -1,7 +1,5 @@
 """A plan in a loop of one's own gives the losses, norms and weights of the Trainer, and of the stock one."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed runs equal the stock Trainer's on padded batches: alone, under our Trainer, in every kind of layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -19,10 +17,12 @@ from tests.distributed import run_distributed
 from tests.folders import run_folder
 
 from . import runs
+from .runs import case
 
 VISION, LM = "vision", "language_model"
 FAMILIES = ["llama_tied", "llava", "gemma3", "paligemma", "qwen2_vl", "qwen3_vl"]
 SHORT: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
+COUNTED = {**SHORT, "include_num_input_tokens_seen": "non_padding"}
 
 
 def language_key(model: Any) -> str:
@@ -123,18 +123,19 @@ def test_packing_is_a_flag_on_the_command_line():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("family", "world_size", "parallel"),
+    ("family", "parallel", "arguments"),
     [
-        deep("gemma3", 3, {LM: {"pp_size": 2}}, id="tied, stages"),
-        pytest.param("qwen3_vl", 4, {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, id="DeepStack, copies and stages"),
-        deep("llava", 5, {LM: {"tp_size": 2, "pp_size": 2}}, id="tp 2, stages"),
+        case("gemma3", {LM: {"pp_size": 2}}),
+        case("qwen3_vl", {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, always=True),
+        case("llava", {LM: {"tp_size": 2, "pp_size": 2}}),
     ],
 )
-def test_a_packed_layout_equals_the_stock_trainer(family: str, world_size: int, parallel: dict[str, Any]):
-    arguments: dict[str, Any] = {**SHORT, "include_num_input_tokens_seen": "non_padding", "evaluate": True}
-    reference = runs.stock(family, per_device_eval_batch_size=2, **arguments)
-    sizes = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
-    ranks = run_distributed(runs.parallel_run, world_size, family, parallel, packing=True, **sizes, **arguments)
+def test_a_packed_layout_equals_the_stock_trainer(family: str, parallel: dict[str, Any], arguments: dict[str, Any]):
+    reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **COUNTED)
+    sizes = {"packing": True, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 2, **COUNTED}
+    ranks = run_distributed(
+        runs.parallel_run, runs.ranks_of(family, parallel), family, parallel, evaluate=True, **sizes, **arguments
+    )
     runs.assert_same_run(ranks[0], reference)
     assert all(rank.logs == ranks[0].logs for rank in ranks)
     assert ranks[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)

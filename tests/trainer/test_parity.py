@@ -1,7 +1,5 @@
 """Any layout gives the stock Trainer's losses, gradient norms, learning rates and final weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -11,10 +9,10 @@ from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
 from tests import tiny
-from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
+from .runs import case
 from .test_unlike_copies import copies
 
 pytestmark = pytest.mark.distributed
@@ -29,168 +27,74 @@ COUNTED = {"include_num_input_tokens_seen": "non_padding"}
 ANY_ORDER = {"modules": {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (2, 1))], [(0, 4, (3, 4))])}}
 
 IN_CHUNKS = {"max_logits": runs.FEW_LOGITS}
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "llava, tp 2 to tp 2 with stages": (
+LAYOUTS = [
+    case("llava", {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "pp_size": 2}}, always=True, **IN_CHUNKS),
+    case("llava_onevision", {VISION: {"dp_size": 3}, LM: {"dp_size": 2}}),
+    case("gemma3", {LM: {"layers_per_stage": [1, 2, 1]}}, always=True),
+    case("qwen3_vl", {LM: {"tp_size": 2, "pp_size": 2, **AGAIN}}),
+    case("voxtral", PP2),
+    case("llama_tied", PP2, label_smoothing_factor=0.1, **IN_CHUNKS),
+    case("llava", {VISION: {"pp_size": 2}, LM: {"freeze": True, "pp_size": 2}}),
+    case("llava", PP2, always=True, **ADAMW, **COUNTED),
+    case("llava", ANY_ORDER),
+    case("llava", {"modules": {LM: VP2}, "schedule": "interleaved"}),
+    case("llama_tied", {LM: {"tp_size": 2, **VP2, **AGAIN}}, always=True),
+    case("qwen3_vl", {VISION: AGAIN, LM: {**VP2, **AGAIN}}),
+    case("llava", {LM: {"dp_size": 2, "zero_stage": 3, **VP2}}),
+    case("llava", {LM: {"dp_size": 2, "zero_stage": 1, **VP2}}),
+    case("llava", {VISION: VP2, LM: {"freeze": True, "offload_params": True, **VP2}}),
+    case("gemma3", {"modules": {LM: {"layers_per_stage": [1, 2, 1]}}, "schedule": "zero_bubble"}),
+    case("llama_tied", {LM: {"tp_size": 2, **SPLIT2, **AGAIN}}),
+    case("qwen3_vl", {VISION: AGAIN, LM: {"pp_size": 3, "split_backward": True, **AGAIN}}),
+    case("qwen3_vl", {VISION: {"pp_size": 3, **AGAIN}, LM: {"pp_size": 2, **AGAIN}}, always=True),
+    case("qwen3_vl", {VISION: {**VP2, "split_backward": True}, LM: {"colocate_with": VISION, "pp_size": 2}}),
+    case("llava", {LM: {"dp_size": 2, "zero_stage": 1, **SPLIT2}}),
+    case("llava", {LM: {"dp_size": 2, "zero_stage": 3, **SPLIT2}}),
+    case("llava", {VISION: SPLIT2, LM: {**VP2, **SPLIT2}}),
+    case(
         "llava",
-        6,
-        {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "pp_size": 2}},
-        IN_CHUNKS,
-    ),
-    "llava_onevision, three copies to two": ("llava_onevision", 5, {VISION: {"dp_size": 3}, LM: {"dp_size": 2}}, {}),
-    "gemma3, tied, uneven stages": ("gemma3", 4, {LM: {"layers_per_stage": [1, 2, 1]}}, {}),
-    "qwen3_vl, tp 2, cut inside DeepStack, recomputed": (
-        "qwen3_vl",
-        5,
-        {LM: {"tp_size": 2, "pp_size": 2, **AGAIN}},
-        {},
-    ),
-    "voxtral, audio": ("voxtral", 3, PP2, {}),
-    "llama, no encoder": ("llama_tied", 2, PP2, {"label_smoothing_factor": 0.1, **IN_CHUNKS}),
-    "llava, frozen LM": ("llava", 4, {VISION: {"pp_size": 2}, LM: {"freeze": True, "pp_size": 2}}, {}),
-    "llava, AdamW, linear schedule, tokens counted": ("llava", 3, PP2, {**ADAMW, **COUNTED}),
-    "llava, rows of ranks in any order": ("llava", 5, ANY_ORDER, {}),
-    "llava, interleaved": ("llava", 3, {"modules": {LM: VP2}, "schedule": "interleaved"}, {}),
-    "llama, tied, tp 2, virtual stages, recomputed": ("llama_tied", 4, {LM: {"tp_size": 2, **VP2, **AGAIN}}, {}),
-    "qwen3_vl, virtual stages inside DeepStack, recomputed": (
-        "qwen3_vl",
-        3,
-        {VISION: AGAIN, LM: {**VP2, **AGAIN}},
-        {},
-    ),
-    "llava, virtual stages of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **VP2}}, {}),
-    "llava, virtual stages, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **VP2}}, {}),
-    "llava, virtual stages of both, frozen weights in host memory": (
-        "llava",
-        4,
-        {VISION: VP2, LM: {"freeze": True, "offload_params": True, **VP2}},
-        {},
-    ),
-    "gemma3, tied, uneven stages, zero bubble": (
-        "gemma3",
-        4,
-        {"modules": {LM: {"layers_per_stage": [1, 2, 1]}}, "schedule": "zero_bubble"},
-        {},
-    ),
-    "llama, tied, tp 2, split backwards, recomputed": ("llama_tied", 4, {LM: {"tp_size": 2, **SPLIT2, **AGAIN}}, {}),
-    "qwen3_vl, split backwards, cut inside DeepStack, recomputed": (
-        "qwen3_vl",
-        4,
-        {VISION: AGAIN, LM: {"pp_size": 3, "split_backward": True, **AGAIN}},
-        {},
-    ),
-    "qwen3_vl, stages of both cut inside DeepStack, recomputed": (
-        "qwen3_vl",
-        5,
-        {VISION: {"pp_size": 3, **AGAIN}, LM: {"pp_size": 2, **AGAIN}},
-        {},
-    ),
-    "qwen3_vl, virtual stages of vision, split backwards": (
-        "qwen3_vl",
-        2,
-        {VISION: {**VP2, "split_backward": True}, LM: {"colocate_with": VISION, "pp_size": 2}},
-        {},
-    ),
-    "llava, split backwards of copies, ZeRO-1": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 1, **SPLIT2}}, {}),
-    "llava, split backwards of copies, ZeRO-3": ("llava", 5, {LM: {"dp_size": 2, "zero_stage": 3, **SPLIT2}}, {}),
-    "llava, split backwards of both, virtual stages": (
-        "llava",
-        4,
-        {VISION: SPLIT2, LM: {**VP2, **SPLIT2}},
-        {},
-    ),
-    "llava, zero bubble and virtual stages on shared ranks": (
-        "llava",
-        2,
         {"modules": {VISION: VP2, LM: {"colocate_with": VISION, "vp_size": 2}}, "schedule": "zero_bubble"},
-        {},
+        always=True,
     ),
-    "llava, tp 4 of vision on the ranks of stages that share tokens": (
+    case("llava", {VISION: {"tp_size": 4}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2}}),
+    case("qwen2_vl", {VISION: {"dp_size": 4, "colocate_with": LM}, LM: {"pp_size": 2, "tp_size": 2}}),
+    case(
+        "qwen3_vl", {VISION: {"dp_size": 6, "colocate_with": LM, **AGAIN}, LM: {"dp_size": 2, "pp_size": 3, **AGAIN}}
+    ),
+    case(
         "llava",
-        4,
-        {VISION: {"tp_size": 4}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2}},
-        {},
-    ),
-    "qwen2_vl, dp 4 of vision on the ranks of pp 2 x tp 2": (
-        "qwen2_vl",
-        4,
-        {VISION: {"dp_size": 4, "colocate_with": LM}, LM: {"pp_size": 2, "tp_size": 2}},
-        {},
-    ),
-    "qwen3_vl, dp 6 of vision on the ranks of dp 2 x pp 3, recomputed": (
-        "qwen3_vl",
-        6,
-        {VISION: {"dp_size": 6, "colocate_with": LM, **AGAIN}, LM: {"dp_size": 2, "pp_size": 3, **AGAIN}},
-        {},
-    ),
-    "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO": (
-        "llava",
-        6,
         {
             VISION: {"dp_size": 3, "pp_size": 2, "zero_stage": 1, "colocate_with": LM},
             LM: {"dp_size": 2, "pp_size": 3, "zero_stage": 2},
         },
-        {},
+        always=True,
     ),
-    "llava_onevision, tp 2 of vision on the ranks of virtual stages": (
+    case(
         "llava_onevision",
-        4,
         {
             "modules": {VISION: {"tp_size": 2, "colocate_with": LM}, LM: {"dp_size": 2, **VP2}},
             "schedule": "zero_bubble",
         },
-        {},
     ),
-    "llava, a loss of the user, copies, tp 2 with stages": (
+    case(
         "llava",
-        6,
         {VISION: {"tp_size": 2}, LM: {"dp_size": 2, "pp_size": 2}},
-        {"compute_loss_func": runs.with_small_normalizers},
+        compute_loss_func=runs.with_small_normalizers,
     ),
-    "llama, tied, a loss of the user, tp 2": (
-        "llama_tied",
-        2,
-        {LM: {"tp_size": 2}},
-        {"compute_loss_func": runs.with_small_normalizers},
-    ),
-    "llava, tp 2 of both on the same ranks, split backwards": (
-        "llava",
-        2,
-        {VISION: {"tp_size": 2, "colocate_with": LM}, LM: {"tp_size": 2, "split_backward": True}},
-        {},
-    ),
-    "llama, tied, tp 2, frozen layers": ("llama_tied", 2, {LM: {"tp_size": 2, "freeze": [r"layers\."]}}, {}),
-    "llava, zero bubble with more memory": ("llava", 3, {"modules": PP2, "schedule": "zero_bubble_h2"}, {}),
-    "llava, frozen vision, zero bubble": (
-        "llava",
-        3,
-        {"modules": {VISION: {"freeze": "tower"}, **PP2}, "schedule": "zero_bubble"},
-        {},
-    ),
-    "llava, virtual stages, the first frozen": (
-        "llava",
-        3,
-        {LM: {"freeze": [r"layers\.0\.", "embed_tokens"], **VP2}},
-        {},
-    ),
-}
-CORE = (
-    "qwen3_vl, stages of both cut inside DeepStack, recomputed",
-    "llava, tp 2 to tp 2 with stages",
-    "gemma3, tied, uneven stages",
-    "llava, AdamW, linear schedule, tokens counted",
-    "llama, tied, tp 2, virtual stages, recomputed",
-    "llava, zero bubble and virtual stages on shared ranks",
-    "llama, tied, a loss of the user, tp 2",
-    "llava, dp 3 x pp 2 of vision on the ranks of dp 2 x pp 3, ZeRO",
-)
+    case("llama_tied", {LM: {"tp_size": 2}}, always=True, compute_loss_func=runs.with_small_normalizers),
+    case("llava", {VISION: {"tp_size": 2, "colocate_with": LM}, LM: {"tp_size": 2, "split_backward": True}}),
+    case("llama_tied", {LM: {"tp_size": 2, "freeze": [r"layers\."]}}),
+    case("llava", {"modules": PP2, "schedule": "zero_bubble_h2"}),
+    case("llava", {"modules": {VISION: {"freeze": "tower"}, **PP2}, "schedule": "zero_bubble"}),
+    case("llava", {LM: {"freeze": [r"layers\.0\.", "embed_tokens"], **VP2}}),
+]
 # An epoch, whose last batch is smaller; the runs of the other tests go on into the next one
 THREE_STEPS = {"max_steps": 3, "warmup_steps": 0}
 
 
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *CORE))
-def test_a_layout_equals_the_stock_trainer(name: str):
-    family, world_size, parallel, arguments = LAYOUTS[name]
-    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, parallel, **THREE_STEPS, **arguments)
+@pytest.mark.parametrize(("family", "parallel", "arguments"), LAYOUTS)
+def test_a_layout_equals_the_stock_trainer(family: str, parallel: Any, arguments: dict[str, Any]):
+    runs.assert_a_layout_equals_the_stock_trainer(family, parallel, **THREE_STEPS, **arguments)
 
 
 def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
@@ -201,16 +105,17 @@ def test_gradient_accumulation_of_the_stock_trainer_is_microbatches_here():
 
 COPIES = {VISION: {"dp_size": 2}}
 BF16 = [
-    deep("llava", 4, {**COPIES, LM: {"pp_size": 2}}),
-    ("llama_tied", 2, {LM: {"tp_size": 2}}),
-    deep("llava", 4, {**COPIES, LM: VP2}),
-    deep("llava", 4, {**COPIES, LM: SPLIT2}),
+    case("llava", {**COPIES, LM: {"pp_size": 2}}),
+    case("llama_tied", {LM: {"tp_size": 2}}, always=True),
+    case("llava", {**COPIES, LM: VP2}),
+    case("llava", {**COPIES, LM: SPLIT2}),
 ]
 
 
-@pytest.mark.parametrize(("family", "world_size", "parallel"), BF16)
-def test_bf16_equals_the_stock_trainer_at_its_precision(family, world_size, parallel):
-    run, *_ = run_distributed(runs.parallel_run, world_size, family, parallel, bf16=True)
+@pytest.mark.parametrize(("family", "parallel", "arguments"), BF16)
+def test_bf16_equals_the_stock_trainer_at_its_precision(family, parallel, arguments):
+    size = runs.ranks_of(family, parallel)
+    run, *_ = run_distributed(runs.parallel_run, size, family, parallel, bf16=True, **arguments)
     runs.assert_same_run(run, runs.stock(family, bf16=True), rtol=5e-3, atol=5e-4)
 
 

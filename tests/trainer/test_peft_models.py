@@ -1,7 +1,5 @@
 """Models that `get_peft_model` made train and are saved as with the stock Trainer; `test_saved_folders` opens them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A plan that changes during a run, with copies of parameters and optimizer state, gives the stock run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Steps that run, beside what was predicted of them: the log, its file, the model card, a calibration."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """The end of a training by a signal: which step, which files, and what it says."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """What ranks agree on when they meet after a loss, with doubles for the launcher and for the other ranks."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

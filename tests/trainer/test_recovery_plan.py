@@ -1,7 +1,5 @@
 """The layouts of a run whose nodes are lost and join, and what a rank that joins is told of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

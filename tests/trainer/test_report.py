@@ -1,7 +1,5 @@
 """What a run says about the arrangement of its samples before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every folder that a plan saves is opened by the library that it is meant for, and its plan repeats the run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

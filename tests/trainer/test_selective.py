@@ -1,7 +1,5 @@
 """Layers that recompute all but products and attention give the stock Trainer's run in any layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Settings and overrides that a plan honours do what they do in the stock Trainer."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Layouts whose copies divide the optimizer's state give the stock Trainer's losses, gradient norms and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
+from .runs import case
 from .test_unlike_copies import copies
 
 VISION, LM = "vision", "language_model"
@@ -43,37 +42,30 @@ def lm(zero_stage: int, **sizes: int) -> dict[str, Any]:
 
 
 FROZEN = {VISION: {"dp_size": 2, "freeze": "tower", "zero_stage": 3}, LM: {"dp_size": 2}}
-# Family, ranks, layout, further arguments
-LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
-    "dp in groups, stage 2": ("llava", 5, lm(2, dp_size=4, shard_size=2), ADAMW),
-    "dp and tp, stage 3": ("llava", 5, lm(3, tp_size=2), {**ADAMW, "max_logits": runs.FEW_LOGITS}),
-    "dp and cp, stage 3": ("llava", 5, lm(3, cp_size=2, cp_block=16), ADAMW),
-    "shared ranks, stage 2": ("llava", 2, both(2), ADAMW),
-    "frozen tower, stage 3": ("llava", 4, FROZEN, ADAMW),
-    "tied, dp and pp, in groups, stage 1": ("paligemma", 5, lm(1, pp_size=2, shard_size=2), ADAMW),
-    "norms of heads and experts, stage 2": ("qwen3_vl_moe", 5, lm(2, tp_size=2), {}),
-    "uneven stages, stage 1": ("llava", 4, uneven(1), ADAMW),
-    "momentum, stage 1": ("llava", 3, lm(1), {"optim_args": "momentum=0.9"}),
-    "recomputed, stage 3": ("llava", 6, of_both(3, activation_checkpointing=True), ADAMW),
-    "gathered through a step, stage 3": ("llava", 6, of_both(3, reshard_after_forward=False), ADAMW),
-    "dp and tp, stage 1": ("llava", 5, lm(1, tp_size=2), ADAMW),
-    "dp and cp, stage 2": ("llava", 5, lm(2, cp_size=2, cp_block=16), ADAMW),
-    "tied, dp and pp, stage 3": ("paligemma", 5, lm(3, pp_size=2), ADAMW),
-    "shared ranks, stage 3": ("llava", 2, both(3), ADAMW),
-    "norms of heads and experts, stage 3": ("qwen3_vl_moe", 5, lm(3, tp_size=2), {}),
-}
-CORE = ("dp in groups, stage 2", "dp and tp, stage 3")
+LAYOUTS = [
+    case("llava", lm(2, dp_size=4, shard_size=2), always=True, **ADAMW),
+    case("llava", lm(3, tp_size=2), always=True, **ADAMW, max_logits=runs.FEW_LOGITS),
+    case("llava", lm(3, cp_size=2, cp_block=16), **ADAMW),
+    case("llava", both(2), **ADAMW),
+    case("llava", FROZEN, **ADAMW),
+    case("paligemma", lm(1, pp_size=2, shard_size=2), **ADAMW),
+    case("qwen3_vl_moe", lm(2, tp_size=2)),
+    case("llava", uneven(1), **ADAMW),
+    case("llava", lm(1), optim_args="momentum=0.9"),
+    case("llava", of_both(3, activation_checkpointing=True), **ADAMW),
+    case("llava", of_both(3, reshard_after_forward=False), **ADAMW),
+    case("llava", lm(1, tp_size=2), **ADAMW),
+    case("llava", lm(2, cp_size=2, cp_block=16), **ADAMW),
+    case("paligemma", lm(3, pp_size=2), **ADAMW),
+    case("llava", both(3), **ADAMW),
+    case("qwen3_vl_moe", lm(3, tp_size=2)),
+]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", runs.deep_but(LAYOUTS, *CORE))
-def test_a_sharded_layout_equals_the_stock_trainer(name: str):
-    family, world_size, parallel, arguments = LAYOUTS[name]
-    reference = runs.stock(family, freeze=runs.frozen(parallel), **arguments)
-    ranks = run_distributed(runs.parallel_run, world_size, family, parallel, **arguments)
-    runs.assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
+@pytest.mark.parametrize(("family", "parallel", "arguments"), LAYOUTS)
+def test_a_sharded_layout_equals_the_stock_trainer(family: str, parallel: Any, arguments: dict[str, Any]):
+    runs.assert_a_layout_equals_the_stock_trainer(family, parallel, **arguments)
 
 
 @pytest.mark.parametrize("zero_stage", [2, 3])

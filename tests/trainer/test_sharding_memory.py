@@ -1,7 +1,5 @@
 """Memory under ZeRO stages: the predicted peak, state of the theoretical size, and no layer more at any time."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """On one process without sizes our Trainer is the stock one, to the bit; settings of modules hold there too."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """Whatever the cuts of two plans, each rank ends with its part of every parameter and of its state."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

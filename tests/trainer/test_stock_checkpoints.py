@@ -1,7 +1,5 @@
 """A run moves between the stock Trainer and plans with its weights, its optimizer and its schedule."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Training that goes on when processes die, with the numbers of the stock Trainer on one process."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,16 +1,14 @@
 """Copies of a module whose stages have tp groups of unlike sizes equal the stock Trainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.deep_cases import deep
 from tests.distributed import run_distributed
 
 from . import runs
+from .runs import case
 
 pytestmark = pytest.mark.distributed
 
@@ -24,46 +22,19 @@ def copies(*replicas: list[tuple[int, int, tuple[int, ...]]]) -> dict[str, Any]:
     return {"replicas": written}
 
 
-@pytest.mark.parametrize(
-    ("family", "world_size", "modules", "arguments"),
-    [
-        pytest.param(
-            "llava",
-            4,
-            {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1, 2))], [(0, 4, (3,))])},
-            ADAM,
-            id="a copy of the LM on two ranks, one on a single rank",
-        ),
-        deep(
-            "llama_tied",
-            3,
-            {LM: copies([(0, 2, (0,)), (2, 4, (1, 2))])},
-            {},
-            id="stages on one rank and on two, tied embeddings",
-        ),
-        deep(
-            "qwen3_vl_moe",
-            3,
-            {VISION: copies([(0, 4, (0, 1))], [(0, 4, (2,))]), LM: copies([(0, 4, (0, 1))], [(0, 4, (2,))])},
-            ADAM,
-            id="experts and norms of heads, on shared ranks, both modules unlike",
-        ),
-        deep(
-            "gemma3",
-            7,
-            {
-                VISION: copies([(0, 4, (0,))]),
-                LM: copies([(0, 1, (1, 2)), (1, 4, (3,))], [(0, 2, (4,)), (2, 4, (5, 6))]),
-            },
-            {},
-            id="stages with one and two ranks, tied embeddings",
-        ),
-    ],
-)
-def test_unlike_copies_equal_the_stock_trainer(
-    family: str, world_size: int, modules: dict[str, Any], arguments: dict[str, Any]
-):
-    runs.assert_a_layout_equals_the_stock_trainer(family, world_size, {"modules": modules}, **arguments)
+ON_SHARED = copies([(0, 4, (0, 1))], [(0, 4, (2,))])
+ONE_RANK_OR_TWO = copies([(0, 1, (1, 2)), (1, 4, (3,))], [(0, 2, (4,)), (2, 4, (5, 6))])
+LAYOUTS = [
+    case("llava", {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1, 2))], [(0, 4, (3,))])}, always=True, **ADAM),
+    case("llama_tied", {LM: copies([(0, 2, (0,)), (2, 4, (1, 2))])}),
+    case("qwen3_vl_moe", {VISION: ON_SHARED, LM: ON_SHARED}, **ADAM),
+    case("gemma3", {VISION: copies([(0, 4, (0,))]), LM: ONE_RANK_OR_TWO}),
+]
+
+
+@pytest.mark.parametrize(("family", "modules", "arguments"), LAYOUTS)
+def test_unlike_copies_equal_the_stock_trainer(family: str, modules: dict[str, Any], arguments: dict[str, Any]):
+    runs.assert_a_layout_equals_the_stock_trainer(family, {"modules": modules}, **arguments)
 
 
 CHECKPOINTED = {

@@ -1,7 +1,5 @@
 """Ranks, microbatches and steps without any image hang nothing and change nothing, with DeepStack, ZeRO-3 and LoRA."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Without a plan: DDP, FSDP2 and DeepSpeed as the stock Trainer runs them, with arranged batches and packing."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One process of a training with `save_on_preemption`, which is sent a signal; see `test_preempted.py`."""
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

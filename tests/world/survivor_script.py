@@ -4,8 +4,6 @@ A script for `hf-mmparallel launch`: collectives in a loop, in which processes d
 Every process that lives prints `done` with its sum at the end. Each `--kill` is `id:step:how`.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

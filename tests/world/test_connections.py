@@ -1,7 +1,5 @@
 """Ending the collectives of a process from a thread releases its main thread, and touches nothing else."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

@@ -1,7 +1,5 @@
 """Which events make which generation, and when the job ends; no process is started."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Any

@@ -1,7 +1,5 @@
 """What all ranks say when one of them fails, and how soon."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools
@@ -18,18 +16,24 @@ import pytest
 import torch.distributed as dist
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.data.step_batch import StepBatch
+from hf_mmparallel.data.step_batch import StepBatch, StepData
 from hf_mmparallel.data.step_dataset import Reader, StepDataset
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, MultimodalParallelPlugin, StepPlan, plan_for_model
 from hf_mmparallel.plan.reading import reject_unknown_keys
 from hf_mmparallel.runtime.engine import ParallelEngine
+from hf_mmparallel.schedule import build_program
 from hf_mmparallel.world import World, watcher
 from hf_mmparallel.world.failure import raise_on_all_ranks, refuse_once
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, meet_at_rank_zero, outcomes, run_distributed
-from tests.planned_batch import with_program
+
+
+def with_program(engine: ParallelEngine, data: StepData) -> StepBatch:
+    """The data with this rank's program of a training step."""
+    return StepBatch.of(data, build_program(engine.plan, data.step, engine.sync_groups), engine.rank)
+
 
 PIPELINE = {"vision": {}, LANGUAGE_MODEL: {"pp_size": 2}}
 SHARED = {"vision": {"dp_size": 2}, LANGUAGE_MODEL: {"colocate_with": "vision"}}

@@ -1,7 +1,5 @@
 """Processes that die, hang or are cut off under `hf-mmparallel launch`, and what the others do."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -178,3 +176,14 @@ def test_a_host_that_is_cut_off_ends_its_processes_and_the_others_go_on(tmp_path
     resumed = [float(time) for time in re.findall(r"^met .* (\S+)$", output, re.MULTILINE)]
     assert max(killed) < min(resumed), "two halves of the job ran at the same time"
     print(f"the others met {min(resumed) - cut:.1f} s after the cut")
+
+
+@pytest.mark.skipif((reason := available()) is not None, reason=reason or "")
+def test_nothing_stays_of_two_hosts_when_the_body_raises():
+    def names() -> str:
+        return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+    with pytest.raises(KeyError), TwoHosts() as hosts:
+        assert hosts.names[0] in names()
+        raise KeyError
+    assert hosts.names[0] not in names()

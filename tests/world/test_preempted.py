@@ -1,7 +1,5 @@
 """Signals of clusters to a training under real launchers: it saves, and ends."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

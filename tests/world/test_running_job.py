@@ -1,7 +1,5 @@
 """How a launcher finds a running job, and its place in it."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor

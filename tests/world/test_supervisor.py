@@ -1,7 +1,5 @@
 """What a launcher concludes from signs of life of its processes, and from connections of other launchers."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

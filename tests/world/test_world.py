@@ -1,7 +1,5 @@
 """Ranks in a collective say that they wait; values travel where a group carries them, among some processes too."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys

@@ -15,17 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_mmparallel.kernels.bitfield_attention import context_parallel
-
-TIME_LIMIT_S = 20.0
-
-
-class SimulatedGroup:
-    """The ranks' meeting place: the n-th collective of each rank meets the n-th of the others."""
-
-    def __init__(self, num_ranks: int):
-        self.num_ranks = num_ranks
-        self.sent: dict[tuple[int, int], Tensor] = {}
-        self.barrier = threading.Barrier(num_ranks)
+from tests.runtime.loopback import ThreadGroup, run_threads
 
 
 class _Rank(threading.local):
@@ -42,7 +32,7 @@ _this = _Rank()
 class _Work:
     """A collective under way, of which nothing has arrived yet."""
 
-    def __init__(self, kind: str, output: Tensor, own: Tensor, group: SimulatedGroup):
+    def __init__(self, kind: str, output: Tensor, own: Tensor, group: ThreadGroup):
         self.output, self.own, self.group, self.kind = output, own, group, kind
         self.call = _this.num_calls
         _this.num_calls += 1
@@ -56,17 +46,12 @@ class _Work:
 
     def wait(self) -> None:
         """Meets the other ranks and takes what they sent."""
-        group, rank = self.group, _this.rank
         record(f"wait {self.kind} {self.call}")
-        group.sent[rank, self.call] = self.own.clone()
-        group.barrier.wait(TIME_LIMIT_S)
-        parts = [group.sent[other, self.call] for other in range(group.num_ranks)]
+        parts = self.group.exchange(_this.rank, self.own)
         assert len({tuple(part.shape) for part in parts}) == 1
         if self.kind == "exchange":
-            parts = [part.view(group.num_ranks, -1, *part.shape[1:])[rank] for part in parts]
+            parts = [part.view(len(parts), -1, *part.shape[1:])[_this.rank] for part in parts]
         self.output.copy_(torch.cat(parts))
-        group.barrier.wait(TIME_LIMIT_S)
-        del group.sent[rank, self.call]
 
 
 def record(event: str) -> None:
@@ -74,31 +59,18 @@ def record(event: str) -> None:
     _this.events.append(event)
 
 
-def run_simulated(fn: Callable[[int, SimulatedGroup], Any], num_ranks: int) -> tuple[list[Any], list[list[str]]]:
+def run_simulated(fn: Callable[[int, ThreadGroup], Any], num_ranks: int) -> tuple[list[Any], list[list[str]]]:
     """What `fn(rank, group)` returns on each rank, and the events of each rank."""
-    group = SimulatedGroup(num_ranks)
-    values: list[Any] = [None] * num_ranks
-    events: list[list[str]] = [[] for _ in range(num_ranks)]
-    errors: list[BaseException] = []
+    group, events = ThreadGroup(tuple(range(num_ranks))), [[] for _ in range(num_ranks)]
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> Any:
         _this.rank, _this.num_calls, _this.events = rank, 0, events[rank]
-        try:
-            values[rank] = fn(rank, group)
-        except BaseException as error:
-            errors.append(error)
-            group.barrier.abort()
+        return fn(rank, group)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_parallel, "_all_gather", partial(_Work, "gather"))
         patch.setattr(context_parallel, "_all_to_all", partial(_Work, "exchange"))
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(3 * TIME_LIMIT_S)
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        values = run_threads(body, num_ranks, after_failure=lambda _: group.barrier.abort())
     for seen in events:
         started, waited = ({e.partition(" ")[2] for e in seen if e.startswith(word)} for word in ("start", "wait"))
         assert started == waited, "a collective was started and nobody waited for it"

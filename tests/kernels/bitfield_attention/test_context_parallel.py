@@ -19,10 +19,11 @@ from hf_mmparallel.kernels.bitfield_attention.context_parallel import (
     shard_sequence,
 )
 from tests.deep_cases import deep
+from tests.runtime.loopback import ThreadGroup
 
 from ...distributed import run_distributed
 from .cut_rows import BLOCK, FAMILIES, Inputs, cut, needed_blocks, one_rank, packed_words
-from .simulated_ranks import SimulatedGroup, record, run_simulated
+from .simulated_ranks import record, run_simulated
 
 GRADS = ("query", "key", "value")
 EXACT = {"rtol": 1e-10, "atol": 1e-11}
@@ -45,7 +46,7 @@ def _whole(shards: list[SequenceShard], ranks: list[dict[str, torch.Tensor]]) ->
 def _simulate(words: torch.Tensor, inputs: Inputs, num_ranks: int, **how: Any) -> Any:
     """Shards and results of all ranks, and what happened on each."""
 
-    def body(rank: int, group: SimulatedGroup) -> tuple[SequenceShard, dict[str, torch.Tensor]]:
+    def body(rank: int, group: ThreadGroup) -> tuple[SequenceShard, dict[str, torch.Tensor]]:
         shard = shard_sequence(words, rank=rank, group=group, num_ranks=num_ranks, **how)
         return shard, inputs.of_rank(shard).run(context_parallel_attention, shard)
 
