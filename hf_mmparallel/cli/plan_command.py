@@ -182,7 +182,6 @@ def baseline_plans(answer: Answer) -> Iterable[ComparedPlan]:
 
 
 def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bool) -> Table:
-    """Table with a row for the plan, and one for each baseline; with `explain` their layouts."""
     table = Table(title="Beside other methods", title_justify="left")
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
@@ -207,7 +206,6 @@ def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bo
 
 
 def warn_of_memory(console: Console, answer: Answer) -> None:
-    """Prints a warning if a plan does not fit, without failing."""
     try:
         check_memory(answer)
     except ValueError as error:
@@ -215,7 +213,6 @@ def warn_of_memory(console: Console, answer: Answer) -> None:
 
 
 def dry_run_text(answer: Answer) -> str:
-    """The checks of a dry run, as text."""
     memory = f"memory was not checked, since {answer.settings.gpu_type} has no fixed size"
     if answer.settings.memory_gib is not None:
         memory = f"estimated memory fits the {answer.settings.memory_text}"
@@ -234,7 +231,6 @@ def write_files(
     comparison: Sequence[ComparedPlan] = (),
     what_ifs: WhatIfs = (),
 ) -> None:
-    """Writes the requested charts, page and figures."""
     if args.picture:
         gantt_png(answer.drawn, args.picture)
         console.print(f"Picture written to {args.picture}", highlight=False, soft_wrap=True)

@@ -160,7 +160,6 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def _event_costs(args: argparse.Namespace, settings: Settings, checkpoint_bytes: float) -> EventCosts:
-    """What events cost, by the arguments and the device's links."""
     device = settings.device
     if args.copy_gb_per_s is not None:
         rate = args.copy_gb_per_s / args.node_size
@@ -180,7 +179,6 @@ def _table(replay: Replay) -> Table:
 
 
 def _texts(trace: Trace, plans: SurvivingPlans, costs: EventCosts, checkpoint_bytes: float) -> list[tuple[str, str]]:
-    """What was replayed, and what was assumed."""
     planner, settings = plans.planner, plans.settings
     memory = "with any memory" if settings.memory_bytes is None else f"by predicted memory, {settings.memory_text}"
     rate = costs.device.message_bytes_per_ms(range(trace.most_nodes * planner.node_size)) / 1e6
@@ -203,7 +201,6 @@ def _texts(trace: Trace, plans: SurvivingPlans, costs: EventCosts, checkpoint_by
 
 
 def _write_files(console: Console, args: argparse.Namespace, trace: Trace, replay: Replay) -> None:
-    """Writes the requested picture and figures."""
     if args.picture:
         stride = -(-sum(run.count for run in replay.steps) // MAX_STEPS) or 1
         start_nodes = replay.changes[0].num_nodes if replay.changes else 0

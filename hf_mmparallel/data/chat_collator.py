@@ -286,7 +286,6 @@ class ChatCollator:
 
     @property
     def _rate(self) -> int:
-        """Samples per second of audio."""
         return getattr(self._media_processors.get("audio"), "sampling_rate", 16_000)
 
     def text_and_targets(self, chat: Chat, index: int) -> tuple[str, list[Span], str | None]:
@@ -357,7 +356,6 @@ def _media_processors(processor: Any) -> dict[str, Any]:
 
 
 def _chat_template(processor: Any) -> str:
-    """The chat template of a processor or of its tokenizer."""
     for owner in (processor, getattr(processor, "tokenizer", None)):
         template = getattr(owner, "chat_template", None)
         if isinstance(template, Mapping):

@@ -68,7 +68,6 @@ class ProcessedPatches:
     processor: Any
 
     def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens:
-        """See [`ImageRule`]."""
         sizes = zip(heights.tolist(), widths.tolist(), strict=True)
         tokens = np.array([self.processor.get_number_of_image_patches(*size) for size in sizes], dtype=np.int64)
         return ImageTokens(tokens, tokens.astype(float) ** 2, tokens // self.grid.merge_size**2)
@@ -153,5 +152,4 @@ def _tiles(model_type: str, height: int, width: int) -> Callable[[int, int], int
 
 
 def _named(name: str | None) -> Any:
-    """A class of transformers."""
     return None if name is None else getattr(transformers, name, None)

@@ -325,7 +325,6 @@ def _draws_unasked(model_class: type, text: Any) -> bool:
 
 
 def _source(function: Callable[..., Any] | None) -> str:
-    """The source of a function, nothing where Python has none."""
     try:
         return "" if function is None else inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):

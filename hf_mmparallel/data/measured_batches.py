@@ -27,8 +27,6 @@ _WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and global batches that
 
 @dataclass(frozen=True)
 class MeasuredShare:
-    """The measurements of one rank."""
-
     global_batch: GlobalBatch
     indices: tuple[int, ...]  # dataset indices of the samples that were measured
     sizes: SampleSizes | None  # `None` if there are none

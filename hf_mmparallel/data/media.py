@@ -84,7 +84,6 @@ class _View:
     reads_media: bool
 
     def of(self, dataset: Any) -> Any:
-        """The view; the dataset itself where there is nothing to leave out."""
         if isinstance(dataset, Subset):
             base = self.of(dataset.dataset)
             return dataset if base is dataset.dataset else Subset(base, dataset.indices)
@@ -145,7 +144,6 @@ def _is_floating(feature: Any) -> bool:
 
 
 def _is_number(feature: Any) -> bool:
-    """Whether a feature is of floating-point numbers."""
     return str(getattr(feature, "dtype", "")).startswith("float")
 
 

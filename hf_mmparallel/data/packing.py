@@ -125,7 +125,6 @@ class PackingCollator:
         return self.pack(self.collator(samples))
 
     def pack(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Packs a padded batch with `input_ids` and `attention_mask` of shape `(batch, length)`."""
         real = real_tokens(batch)
         self._check_lengths(real.sum(-1).tolist())
         fields = {name: value for name, value in batch.items() if name != "attention_mask"}
@@ -163,7 +162,6 @@ class PackingCollator:
         return functional.pad(row, (0, 0) * after + (0, missing), value=fill)
 
     def _padded(self, length: int) -> int:
-        """Length of a row with a number of tokens, after padding."""
         step = self.pad_to_multiple_of or 1
         return -(-length // step) * step
 
@@ -196,7 +194,6 @@ class PackingCollator:
             )
 
     def _check_attention(self) -> None:
-        """Raises `ValueError` unless the language model has the attention function that reads words."""
         text = self.config.get_text_config()
         chosen = getattr(text, "_attn_implementation", None)
         if chosen == ATTENTION:

@@ -68,7 +68,6 @@ def find_formats(columns: Iterable[str], formats: Sequence[SampleFormat] = FORMA
 
 
 def known_formats(formats: Sequence[SampleFormat] = FORMATS) -> str:
-    """The columns of formats, for an error."""
     return ", ".join(" with ".join(f"`{name}`" for name in one.columns) for one in formats)
 
 
@@ -236,5 +235,4 @@ def _template_options(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(kinds: Collection[str]) -> str:
-    """What a processor takes, for an error."""
     return " and ".join(["text", *kinds])

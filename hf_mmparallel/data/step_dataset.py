@@ -185,7 +185,6 @@ class StepDataset(Dataset):
         }
 
     def read(self, step: StepPlan) -> StepData:
-        """Reads the inputs of this rank for a step."""
         collated = _Collated(self, step)
         batches = {}
         for key, batch_indices in self.inputs.chunks(step).items():
@@ -277,5 +276,4 @@ class _Collated:
 
 
 def as_is(batch: Any) -> Any:
-    """The collate function of a loader whose dataset collates."""
     return batch

@@ -107,7 +107,6 @@ class PretokenizedCollator:
         return batch
 
     def _pad(self, name: str, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Pads one token field."""
         lengths = [sample["input_ids"].shape[-1] for sample in samples]
         longest = max(lengths)
         if self.pad_to_multiple_of is not None:

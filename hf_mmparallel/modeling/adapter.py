@@ -132,7 +132,6 @@ def _check_common(configs: Mapping[str, Any]) -> None:
 
 
 def _layers(model: Any, spec: ModelSpec, module: str) -> set[str]:
-    """Returns names of a module's layers that have parameters, also ones that belong to another layer first."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {p.name for p in spec.modules[module].parameters}
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] in own]
@@ -204,7 +203,6 @@ def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
 
 
 def adapter_names(names: Iterable[str]) -> set[str]:
-    """Picks the adapters' parameters among some names, by the rule of `peft`'s files."""
     return {name for name in names if ".lora_" in name}
 
 
@@ -264,7 +262,6 @@ def resized_embeddings(model: Any, spec: ModelSpec) -> list[str]:
 
 
 def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
-    """Returns the `LoraConfig` that is saved with adapters, with `modules_to_save`."""
     saved = copy.deepcopy(adapter.config)
     saved.inference_mode = True
     saved.modules_to_save = modules_to_save(spec, adapter_names(spec.parameters)) or None
@@ -321,7 +318,6 @@ def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) 
 
 
 def is_peft_model(model: Any) -> bool:
-    """Returns whether a model is a `PeftModel` or has layers with adapters."""
     if not is_peft_available():
         return False
     from peft import PeftMixedModel, PeftModel
@@ -435,7 +431,6 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
 
 
 def _name_of(variant: Any) -> str:
-    """Returns the class name of a LoRA variant, which `peft` stores as a class or as an instance."""
     return (variant if isinstance(variant, type) else type(variant)).__name__
 
 

@@ -63,7 +63,6 @@ def number_in_config(config: Any, *names: str) -> int | None:
 
 
 def required_arguments(encoder: nn.Module) -> list[str]:
-    """Lists the arguments of a forward that have no default."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(encoder.forward).parameters.items()
     return [name for name, p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]

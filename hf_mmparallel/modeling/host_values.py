@@ -145,7 +145,6 @@ class KnownOnHost(TorchFunctionMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors among arguments, also in sequences of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -55,8 +55,6 @@ def return_lazy_logits(layer: nn.Linear, group: dist.ProcessGroup | None = None)
 
 @dataclass(frozen=True)
 class _Cast:
-    """A cast of logits."""
-
     dtype: torch.dtype
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -271,7 +269,6 @@ class Head:
 
     @property
     def cast(self) -> Head:
-        """The same with weights in the dtype of the product."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 

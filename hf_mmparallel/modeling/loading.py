@@ -207,7 +207,6 @@ class CheckpointReader:
 
 
 def _cut_as(value: torch.Tensor, blank: DTensor) -> DTensor:
-    """The shard of this rank of a whole tensor, in the layout of one without memory."""
     return distribute_tensor(value, blank.device_mesh, blank.placements, src_data_rank=None)
 
 
@@ -230,7 +229,6 @@ def _check_unquantized(config: Any, source: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides the progress bar of transformers' loader."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -455,7 +453,6 @@ def check_equal_models(model: nn.Module, world: World) -> None:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """Hashes a tensor's dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     if not tensor.is_meta:
         flat = tensor.detach().cpu().contiguous().flatten()

@@ -19,7 +19,6 @@ IGNORE_INDEX = -100
 
 
 def num_target_tokens(batch: Mapping[str, Any]) -> int:
-    """Counts the target tokens of a batch, which has `labels` or `shift_labels`, or neither."""
     shifted, labels = batch.get("shift_labels"), batch.get("labels")
     if shifted is None and labels is None:
         return 0

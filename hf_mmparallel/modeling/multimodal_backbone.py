@@ -203,14 +203,12 @@ class EncoderInputs:
 
 
 def _num_items(value: Any) -> int:
-    """Returns the length of an input, 0 for `None`."""
     if value is None:
         return 0
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
 
 
 def build_encoder(config: MultimodalConfig, name: str) -> PreTrainedModel:
-    """Builds an encoder with new weights, of the class in its settings."""
     encoder_config, model_class = config.encoder_configs[name], config.settings(name).model_class
     default = AutoModel._model_mapping.get(type(encoder_config), None)
     candidates = default if isinstance(default, (list, tuple)) else [default]
@@ -418,7 +416,6 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
                 )
 
     def _embed(self, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Embeds tokens."""
         if input_ids is None:
             raise ValueError("Neither `input_ids` nor `inputs_embeds` is given. Give one of them.")
         embeddings: Any = self.get_input_embeddings()

@@ -289,7 +289,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def _check_targets(self, entries: Mapping[str, Any]) -> None:
-        """Refuses targets of a generator that the model does not have."""
         for entry in entries:
             if entry.rpartition("_")[2] in TARGETS and entry not in self.model.encoder_inputs.entries:
                 raise ValueError(
@@ -298,7 +297,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
                 )
 
     def _rows(self, name: str, input_ids: torch.Tensor | None, outputs: Any) -> torch.Tensor:
-        """Returns the hidden states at the placeholders of a generator, `(placeholders, hidden_size)`."""
         settings = self.generators[name].settings
         if input_ids is None:
             raise ValueError(f"Generator `{name}` reads hidden states at its placeholders in `input_ids`. Give them.")
@@ -308,7 +306,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
     def _generator_loss(
         self, name: str, rows: torch.Tensor, targets: Mapping[str, Any], counts: Mapping[str, int] | None
     ) -> torch.Tensor:
-        """Returns the loss of a generator, divided by its targets in this batch or in all that are added."""
         generator = self.generators[name]
         count = generator.num_targets(targets) if counts is None else counts[name]
         return generator.loss(rows, **targets) / max(count, 1)

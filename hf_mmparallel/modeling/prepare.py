@@ -61,11 +61,9 @@ class Recomputation:
 
     @property
     def is_selective(self) -> bool:
-        """Whether the outputs of some operations are kept."""
         return "context_fn" in self.options
 
     def of(self, checkpointing: Checkpointing) -> Recomputation:
-        """Those of a module."""
         if checkpointing != SELECTIVE:
             return self
         contexts = partial(create_selective_checkpoint_contexts, _keeps)
@@ -73,7 +71,6 @@ class Recomputation:
 
     @property
     def as_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `PreTrainedModel.activation_checkpointing_enable`."""
         options = {"use_reentrant": False, **self.options}
         return {
             "activation_checkpointing_kwargs": options,
@@ -83,7 +80,6 @@ class Recomputation:
 
     @property
     def function(self) -> Callable:
-        """Returns the function that runs a layer."""
         options = {"use_reentrant": False, **self.options}
         return lambda run, *args, **kwargs: checkpoint(attends_as_here(run), *args, **options, **kwargs)
 

@@ -32,7 +32,6 @@ class WeightGradient:
     rows: GatheredRows | None = None
 
     def start(self) -> None:
-        """Starts to gather what it is computed from."""
         if self.rows is not None:
             self.rows.start(self.input)
 
@@ -48,13 +47,9 @@ class Collector(Protocol):
     """What may take weight gradients to compute them later."""
 
     @property
-    def is_collecting(self) -> bool:
-        """Whether it takes those of the backward that is running."""
-        ...
+    def is_collecting(self) -> bool: ...
 
-    def collect(self, gradient: WeightGradient) -> None:
-        """Takes one."""
-        ...
+    def collect(self, gradient: WeightGradient) -> None: ...
 
 
 def use_products(layer: nn.Linear, collector: Collector | None = None) -> None:
@@ -65,7 +60,6 @@ def use_products(layer: nn.Linear, collector: Collector | None = None) -> None:
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of a linear layer on plain tensors."""
     return layer.multiply(input, layer.weight, layer.bias)  # type: ignore[operator]
 
 

@@ -59,7 +59,6 @@ class ModulePart:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """Names all batch entries of which the module's features or its loss are computed."""
         names = dict.fromkeys((*self.features, *self.inputs))
         return tuple(entry for modality in names for entry in self.input_names(modality))
 
@@ -266,7 +265,6 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
 
 
 def num_experts_of(config: Any) -> int:
-    """Returns the experts of a mixture in the configuration of a language model, 0 for none."""
     return _setting(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
 
 
@@ -533,7 +531,6 @@ def activation_copies(name: str | None) -> int:
 
 
 def _hidden_size(layer: nn.Module, config: Any) -> int | None:
-    """Returns the width of a layer's input: that of its first norm, otherwise from the config."""
     for child in layer.children():
         parameters = list(child.parameters())
         if parameters and all(parameter.dim() == 1 for parameter in parameters):

@@ -194,7 +194,6 @@ class ModuleStage:
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
-        """Maps the index in the module of each layer of this stage to the layer."""
         stack = layers_of(self.model, self.module_spec.stack)
         return {index: stack[index] for index in range(*self.layers)}
 
@@ -364,7 +363,6 @@ class ModuleStage:
 
     @property
     def _num_received(self) -> int:
-        """Hidden states that the stage receives for a modality."""
         return 0 if self.is_first else self.module_spec.states_before(self.layers[0])
 
     def _checked_once(
@@ -457,7 +455,6 @@ class ModuleStage:
         return self._checked_once(sent or self._last_outputs(output), hidden, inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:
-        """Returns the logits of a forward, and the rows that generators start from."""
         rows = [output.rows[feature.modality] for feature in self.module_spec.features]
         return [self._logits(output), *rows]
 
@@ -476,7 +473,6 @@ class ModuleStage:
             ) from error
 
     def _logits(self, output: Any) -> Tensor:
-        """Returns the logits of a forward; records the model's own loss if it was computed."""
         if self._own_loss_labels is not None:
             labels, of_batch = self._own_loss_labels
             self.asks_own_loss, self._own_loss_labels = False, None

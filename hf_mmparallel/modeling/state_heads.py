@@ -67,8 +67,6 @@ class _Tried(SharedHeads):
 
 
 class _Whole(_Tried):
-    """The functions themselves."""
-
     def call(self, name: str, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return _without_kernels(function)(*args, **kwargs)
 

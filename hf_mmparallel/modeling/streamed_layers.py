@@ -76,7 +76,6 @@ class StreamedLayers:
 
     @property
     def bytes_on_device(self) -> int:
-        """Bytes of these weights that are on the device now."""
         return sum(buffer.values.numel() for buffer in self._buffers)
 
     def hold(self) -> None:
@@ -216,7 +215,6 @@ def _in_backward() -> bool:
 
 
 def aligned_bytes(parameter: torch.Tensor) -> int:
-    """Returns the bytes of this rank's values of a parameter, in whole cache lines."""
     values = local(parameter)
     return -(-values.numel() * values.element_size() // _ALIGNMENT) * _ALIGNMENT
 

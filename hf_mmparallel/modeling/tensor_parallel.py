@@ -61,7 +61,6 @@ def _linear(module: nn.Module) -> nn.Linear | None:
 
 
 def _linears(parent: nn.Module, names: Iterable[str]) -> list[nn.Linear] | None:
-    """Returns the linear layers of `parent` with these names, `None` unless all are there."""
     children = dict(parent.named_children())
     found = [_linear(children[name]) if name in children else None for name in names]
     return None if None in found else found  # type: ignore[return-value]
@@ -247,7 +246,6 @@ def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
 
 
 def _check_adapter(layer: nn.Module, name: str) -> None:
-    """Refuses an adapter that has no tensor-parallel form."""
     if getattr(layer, "lora_magnitude_vector", None):
         raise ValueError(
             f"`{name}` has a DoRA adapter, whose norm needs the whole matrix. Use `use_dora=False` or `tp_size=1`."

@@ -43,7 +43,6 @@ class TypicalMicrobatches:
 
     @property
     def count(self) -> int:
-        """Number of microbatches in `sizes`."""
         return -(-self.sizes.num_samples // self.microbatch_size)
 
     def groups(self, module: str) -> list[NDArray]:
@@ -359,7 +358,6 @@ class _Demand:
     def of(
         cls, costs: CostModel, plan: ParallelPlan, name: str, microbatches: TypicalMicrobatches, state_copies: int
     ) -> _Demand:
-        """The demand of the microbatches in a module."""
         spec, module = costs.spec, plan.modules[name]
         chunks = microbatches.chunks(costs, name, module)
         copies = grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_size)
@@ -396,7 +394,6 @@ class _Demand:
 
 
 def _feature_bytes(costs: CostModel, encoder: str, microbatches: TypicalMicrobatches) -> list[float]:
-    """Bytes of the features of each microbatch."""
     values = sample_features(costs, microbatches.sizes, encoder)
     return [float(values[group].sum()) for group in microbatches.groups(encoder)]
 

@@ -9,7 +9,16 @@ from functools import cached_property, partial
 from itertools import islice, takewhile
 
 from ..plan import ParallelPlan
-from .pipelines import ClusterPlan, Pipeline, PipelinePlans, adopt_pipelines
+from .pipelines import (
+    Change,
+    ClusterPlan,
+    Nodes,
+    Pipeline,
+    PipelinePlans,
+    TooFewNodesError,
+    adopt_pipelines,
+    without_nodes,
+)
 from .plan_choice import (
     DAY_S,
     LEAST_GAIN,
@@ -20,7 +29,6 @@ from .plan_choice import (
     reason_of_join,
     reason_text,
 )
-from .reconfiguration import Change, Nodes, TooFewNodesError, without_nodes
 from .state_copies import LostStateError, assign_nodes, common_holdings, reused_bytes, state_copies
 from .templates import (
     Instantiation,
@@ -61,7 +69,6 @@ class ResilientPlanner:
 
     @property
     def node_size(self) -> int:
-        """Ranks of a node."""
         return self.plans.node_size
 
     @property
@@ -285,7 +292,6 @@ class ResilientPlanner:
         return template
 
     def pipeline(self, num_nodes: int) -> Pipeline:
-        """A pipeline of a number of nodes, on the first ones."""
         return Pipeline.of_template(self.plans.chain, self._template_of(num_nodes))
 
     def _check_sums(self) -> None:
@@ -325,7 +331,6 @@ class ResilientPlanner:
             )
 
     def _why_not_all(self, num_nodes: int) -> str:
-        """Why no pipelines use all nodes."""
         total, largest = self.plans.num_turns, self._templates_of(num_nodes)[-1].num_nodes
         most = min(num_nodes // self.fewest, total)
         return (
@@ -335,7 +340,6 @@ class ResilientPlanner:
         )
 
     def _cut_text(self, largest: int) -> str:
-        """Why pipelines have no more nodes."""
         return (
             f"the {len(self.plans.chain.units)} layers that can be on different stages make no pipeline of more than "
             f"{largest} nodes of {self.node_size} ranks"
@@ -357,7 +361,6 @@ class ResilientPlanner:
 
 
 def _sizes(plan: ClusterPlan) -> list[int]:
-    """Nodes of each pipeline, the largest first."""
     return sorted((len(pipeline.nodes) for pipeline in plan.pipelines), reverse=True)
 
 

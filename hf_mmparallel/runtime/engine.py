@@ -181,7 +181,7 @@ class ParallelEngine(nn.Module):
         if held is not None:
             self.slices.fill(held)
         self._prepare_steps()
-        self.planner: StepPlanner | None = None
+        self.planner: StepPlanner | None = None  # of the training steps that follow, for callbacks and errors
         # Of the last step, for callbacks.
         self.last_result: StepResult | None = None
         self.account: MemoryAccount | None = None
@@ -190,7 +190,6 @@ class ParallelEngine(nn.Module):
         self.current_workloads: Workloads | None = None
 
     def _sharders(self, model: PreTrainedModel) -> dict[str, Sharder]:
-        """Makes the sharder of the chunks of each module with context parallelism."""
         cp_sizes = {name: module.cp_size for name, module in self.plan.modules.items() if module.cp_size > 1}
         return {
             name: self._context_sharder()
@@ -200,7 +199,6 @@ class ParallelEngine(nn.Module):
         }
 
     def _context_sharder(self) -> ContextSharder:
-        """Makes the sharder of the language model's microbatches."""
         media = frozenset().union(*self.encoder_inputs.values())
         costs, windows = layer_costs(self.costs, self.plan), self.spec.language_model.attention_windows
         return ContextSharder(self.plan, self.spec.placeholders, media, costs, windows)
@@ -278,7 +276,6 @@ class ParallelEngine(nn.Module):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
-        """The loss summed over target tokens, and their number."""
         if self.options.loss_function is None:
             return token_loss(self.model, logits, labels, self.options.label_smoothing, shifted)
         if shifted:
@@ -333,7 +330,6 @@ class ParallelEngine(nn.Module):
                 self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
 
     def _share_experts(self, module: str, stage: int, names: Collection[str]) -> None:
-        """Gives this rank its experts of some parameters of a stage."""
         groups = self.plan.modules[module].expert_groups(stage)
         group = next(group for group in groups if any(self.rank in tp_group for tp_group in group))
         tp_group = next(tp_group for tp_group in group if self.rank in tp_group)
@@ -348,7 +344,6 @@ class ParallelEngine(nn.Module):
         )
 
     def _make_router_loss(self) -> RouterLoss | None:
-        """Makes the loss over the experts' load that the model's own loss contains."""
         if self.options.loss_function is not None or self.options.label_smoothing:
             return None
         layers = (layer for stage in self.stages.values() for layer in stage.own_layers.values())
@@ -416,10 +411,6 @@ class ParallelEngine(nn.Module):
                 stage.row_shares = self.plan.stage(name, replica, index).tp_size
             keep_rows_split(stage.own_layers, self.spec.layers_with_features | ({*borders.values()} - kept))
 
-    def plan_steps_with(self, planner: StepPlanner) -> None:
-        """Names the planner of the training steps that follow, for callbacks and errors."""
-        self.planner = planner
-
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """A block in which the next training step is read, whose duration callbacks compare with the step's."""
@@ -430,7 +421,6 @@ class ParallelEngine(nn.Module):
 
     @property
     def holds_all_trained(self) -> bool:
-        """Whether this rank holds every parameter that is trained."""
         return not any(
             parameter.trainable and not self.sharded.holds(name) for name, parameter in self.spec.parameters.items()
         )
@@ -458,12 +448,10 @@ class ParallelEngine(nn.Module):
                 torch.get_device_module(self.device).manual_seed(seed)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
-        """Returns the samples of a task of the step that ran last."""
         assert self.current_step is not None
         return self.current_step.chunk(task.module, task.replica, task.microbatch, task.chunk)
 
     def first_rank(self, task: Task) -> int:
-        """Returns the rank that reports for a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
     def leads_cp_rank(self, task: Task) -> bool:
@@ -549,7 +537,6 @@ class ParallelEngine(nn.Module):
         self.router_loss.weigh(self._routed, max(self._num_targets, 1))
 
     def _compare_steps(self, batch: StepBatch) -> None:
-        """Raises on all ranks unless they are about to run the same step. Collective."""
         with track_activity("comparing the step", waits=True):
             self._check_step(batch.fingerprint, batch.step)
 
@@ -596,7 +583,6 @@ class ParallelEngine(nn.Module):
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient over all modules. Collective."""
         return self.norm_of_square(self.world.all_reduce(self.gradient_square(), activity="norm of the gradient"))
 
     def gradient_square(self) -> torch.Tensor:

@@ -45,8 +45,6 @@ def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A gradient sum of this rank."""
-
     names: tuple[str, ...]  # of the parameters
     shards: list[LocalShard]  # what this rank adds the gradients of
     group: dist.ProcessGroup  # all ranks of the sum
@@ -61,8 +59,6 @@ class _Sum:
 
 @dataclass
 class _StartedSum:
-    """A sum in flight."""
-
     of: _Sum
     works: list[Any] = field(default_factory=list)  # all-reduces
     buckets: list[tuple[list[nn.Parameter], ReduceScatter]] = field(default_factory=list)  # reduce-scatters, by bucket
@@ -214,7 +210,6 @@ class GradientSync:
             of_step.clear()
 
     def _drop_unused(self, used: torch.Tensor) -> None:
-        """Leaves `grad=None` on parameters that no rank used, as on one process, so that the optimizer skips them."""
         is_used = dict(zip(self._index, used.tolist(), strict=True))
         for started in self._started.values():
             for name, parameter in zip(started.of.names, started.of.parameters, strict=True):

@@ -88,7 +88,6 @@ def check_cuttable(state: Mapping[str, Any], values: torch.Tensor, name: str) ->
 
 
 def _is_like(value: Any, values: torch.Tensor) -> bool:
-    """Returns whether state has a value for each of the values of a parameter."""
     return isinstance(value, torch.Tensor) and value.shape == values.shape
 
 

@@ -242,7 +242,6 @@ class _Values:
         self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Waits until what this rank wrote is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -411,7 +410,6 @@ def _states(
 
 
 def _another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
-    """Returns the error for the state of a parameter that is missing or has another shape."""
     has = "nothing" if shape is None else f"shape {tuple(shape)}"
     return ValueError(
         f"`{folder}` is the optimizer state of another model: it has {has} for `{name}` of shape "

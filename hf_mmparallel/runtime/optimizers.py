@@ -124,7 +124,6 @@ def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, entry: Any) -> None:
-    """Lets an optimizer update a shard or slice in place of the whole parameter, with its part of the state."""
     parameter, flat_slice = group["params"][index], slice_of(entry)
     group["params"][index] = entry
     for key, value in optimizer.state.pop(parameter, {}).items():  # of optimizers that make it at once
@@ -273,7 +272,6 @@ def _check_later_cuts(optimizer: torch.optim.Optimizer, later: Mapping[Any, Poss
 
 
 def _check_state(optimizer: torch.optim.Optimizer, index: int, like: torch.Tensor, name: str) -> None:
-    """Refuses an optimizer whose state of a parameter can't be cut."""
     most = round(_MANY_VALUES ** (1 / max(1, like.dim())))
     probe = _stepped_probe(optimizer, index, [_Trial([min(size, most) for size in like.shape], like.device, 4)])
     if not isinstance(probe, Exception):

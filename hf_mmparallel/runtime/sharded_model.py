@@ -65,7 +65,6 @@ class ShardedModel:
 
     @functools.cached_property
     def shards(self) -> dict[str, ParameterShards]:
-        """Parameter -> where it lives."""
         return parameter_shards(self.spec, self.plan)
 
     @functools.cached_property
@@ -225,7 +224,6 @@ class ShardedModel:
 
     @functools.cached_property
     def _resized_embeddings(self) -> list[str]:
-        """See [`resized_embeddings`]. Collective on first access."""
         return self.world.from_first_rank(lambda: resized_embeddings(self.model, self.spec))
 
     # Loading

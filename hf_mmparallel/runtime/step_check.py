@@ -475,7 +475,6 @@ class FirstStepCheck:
 
 
 def _other_function(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Returns a sentence if a model's loss function is not that of the next token."""
     # The logits of an untrained model say little: whatever the target, its loss is that of the uniform distribution.
     drawn = torch.Generator().manual_seed(0)
     logits = 8 * torch.randn(1, 16, 32, generator=drawn).to(device)

@@ -44,7 +44,6 @@ def source_of_copy(entry: torch.Tensor) -> Any:
 
 
 def is_offloaded(entry: torch.Tensor) -> bool:
-    """Returns whether an entry of an optimizer is a copy in host memory whose step is on the CPU."""
     return getattr(entry, "is_offloaded", False)
 
 

@@ -264,14 +264,12 @@ def _refusal(what: str, entry: Refused) -> ValueError:
 
 
 def settings_idle_under_a_plan(args: TrainingArguments) -> Iterator[str]:
-    """A sentence for each argument that is set but has no effect under a plan."""
     for name, entry in ARGUMENTS.items():
         if isinstance(entry, WithoutEffect) and not is_default(args, name):
             yield f"`{name}={value_of(args, name)!r}` has no effect with `parallel`: {entry.reason}."
 
 
 def settings_without_plan(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yields sentences about settings without effect in a run without a plan."""
     known = {field.name for field in fields(args)}
 
     def changed(names: tuple[str, ...]) -> list[str]:

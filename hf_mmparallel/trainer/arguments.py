@@ -7,9 +7,9 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -21,8 +21,7 @@ from .._environment import joins_job, launch_settings, launched_processes, outli
 from ..plan import ModulePlugin, MultimodalParallelPlugin
 from ..plan.methods import ARRANGEMENTS, arrangement_name
 from ..plan.other_configs import entries, idle_keys
-from ..plan.reading import plain_data, reject_unknown_keys
-from ..resilience.resilience_settings import ResilienceSettings
+from ..plan.reading import plain_data, read_count, read_mapping, reject_unknown_keys
 from ..world import limit_collectives, refuse_once
 
 # The DeepSpeed configurations of modules agree with the arguments of the Trainer.
@@ -82,7 +81,6 @@ def check_optimizer_class(modules: Mapping[str, ModulePlugin], given: Mapping[st
 
 
 def deepspeed_keys_without_effect(modules: Mapping[str, ModulePlugin]) -> Iterator[str]:
-    """A sentence for each module whose DeepSpeed configuration has keys without effect."""
     for name, config in _configs(modules):
         if idle := idle_keys(config):
             yield (
@@ -92,7 +90,6 @@ def deepspeed_keys_without_effect(modules: Mapping[str, ModulePlugin]) -> Iterat
 
 
 def _configs(modules: Mapping[str, ModulePlugin]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The modules that have a DeepSpeed configuration, with it."""
     return [(name, module.deepspeed) for name, module in modules.items() if isinstance(module.deepspeed, Mapping)]
 
 
@@ -118,13 +115,41 @@ def set_ranks(rank: int, size: int, local_rank: int) -> None:
             shared["local_process_index"] = local_rank
 
 
+@dataclass(frozen=True)
+class ResilienceSettings:
+    """
+    What a run has to survive.
+
+    Args:
+        failures (`int`, *optional*, defaults to 1):
+            Nodes that may be lost at the same time without the loss of any layer; one more copy of the model than that
+            is trained.
+        ranks_per_node (`int`, *optional*):
+            Ranks that are lost together. By default those of a host; on a single host each rank by itself.
+    """
+
+    failures: int = 1
+    ranks_per_node: int | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ResilienceSettings:
+        """Reads settings; raises `ValueError` for an unknown key, or a value that is no number or below 1."""
+        data = read_mapping(data, "`resilience`", [], ["failures", "ranks_per_node"])
+        values = {name: read_count(value, f"`{name}` of `resilience`", 1) for name, value in data.items()}
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
 ON_BAD_SAMPLE = ("raise", "skip")
 
 
+T = TypeVar("T")
 AUTO = "auto"  # the value of `memory_limit_gib` that lets the first steps correct the limit
 
 
-def help_from_docstring(cls: type) -> type:
+def help_from_docstring(cls: type[T]) -> type[T]:
     """Gives the fields that a docstring has under `Args:` its text as the help of their flags."""
     for name, text in re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n)+)", inspect.getdoc(cls) or "", re.MULTILINE):
         entry = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]

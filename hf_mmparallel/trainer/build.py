@@ -125,12 +125,10 @@ def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, A
 
 
 def checkpointing_settings(args: TrainingArguments) -> Recomputation:
-    """How modules recompute their activations."""
     return Recomputation.from_arguments(args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
 
 
 def compilation_settings(args: TrainingArguments) -> Compilation | None:
-    """How layers are compiled; `None` if they are not."""
     backend, mode = args.torch_compile_backend, args.torch_compile_mode
     return Compilation(backend or "inductor", mode) if args.torch_compile else None
 
@@ -220,7 +218,6 @@ def restore_renamed(model: Any, folder: str | Path | None) -> bool:
 
 
 def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, ModulePlugin]) -> None:
-    """Sets the attention function of each module's own config."""
     chosen = {}
     for name, plugin in plugins.items():
         if plugin.attn_implementation is None:
@@ -533,7 +530,6 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
 
 
 def _check_compilable(plan: ParallelPlan, args: TrainingArguments) -> None:
-    """Refuses what compiled layers can't do."""
     for name, module in plan.modules.items() if args.torch_compile else ():
         if module.splits_backward:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections import deque
@@ -19,8 +20,8 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
+from .._portable import expm1
 from ..plan import save_layout
-from ..resilience.save_interval import best_save_interval_s, expected_slowdown
 from ..runtime.engine import ParallelEngine
 from ..runtime.host_memory import available_bytes_per_rank
 from ..runtime.writes import FolderSave, HostCopies, Writes, save_errors
@@ -40,8 +41,6 @@ class SavedCheckpoint:
 
 
 class BestCheckpoint(NamedTuple):
-    """What the state of a Trainer says of the best checkpoint."""
-
     metric: float | None = None
     global_step: int | None = None
     path: str | None = None
@@ -99,7 +98,6 @@ class CheckpointSaves:
             )
 
     def _host_copies(self) -> HostCopies:
-        """The memory of the copies, which those of the last checkpoint no longer need. Collective."""
         if self._copies is None:
             self._copies = HostCopies(int(available_bytes_per_rank(self.world)))
         self._copies.reuse()
@@ -153,7 +151,6 @@ class CheckpointSaves:
         return best._replace(path=before.path) if best.path == str(folder) else best
 
     def note_step(self) -> None:
-        """Notes the start of a training step."""
         self._step_starts_s.append(time.perf_counter())
 
     def _advise(self, save: FolderSave, state: TrainerState) -> None:
@@ -228,3 +225,48 @@ def save_advice(blocked_s: float, write_s: float, step_s: float, state: TrainerS
         f"Saving every {best:,} steps is cheapest with a failure every {hours:g} h (`mean_time_between_failures_h`); "
         f"every {own:,}, as now, the run takes {own_time / best_time - 1:.1%} longer."
     )
+
+
+# How often to save (Young, 1974; Daly, 2006: "A higher order estimate of the optimum interval").
+
+
+def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, write_s: float = 0.0) -> float:
+    """
+    The time from the end of a save to the start of the next with the shortest expected run, in seconds (Daly's
+    higher-order form, equation 37, for failures that are independent of each other).
+
+    Saving more often costs more time than it saves on average at a failure, when the steps since the last checkpoint
+    run again.
+
+    Args:
+        save_s (`float`): Time that training waits for a save.
+        mean_time_between_failures_s (`float`): Of the whole job.
+        write_s (`float`, *optional*, defaults to 0.0):
+            Time until a save that goes on beside the training is done. There is no other save before.
+
+    Raises:
+        `ValueError`: For a negative duration, or no time between failures.
+    """
+    if save_s < 0 or write_s < 0 or mean_time_between_failures_s <= 0:
+        raise ValueError(
+            f"`save_s={save_s}` and `write_s={write_s}` must be at least 0, and "
+            f"`mean_time_between_failures_s={mean_time_between_failures_s}` above 0."
+        )
+    share = save_s / (2 * mean_time_between_failures_s)
+    if share >= 1:  # a failure comes before the save is over, on average
+        return max(mean_time_between_failures_s, write_s)
+    # Young's interval, the first term of Daly's form
+    young = math.sqrt(2 * save_s * mean_time_between_failures_s)
+    return max(young * (1 + math.sqrt(share) / 3 + share / 9) - save_s, write_s)
+
+
+def expected_slowdown(interval_s: float, save_s: float, mean_time_between_failures_s: float) -> float:
+    """
+    Expected duration of a run with failures, in units of its duration without failures and saves (Daly, 2006).
+
+    Args:
+        interval_s (`float`): Time of training between two saves.
+        save_s (`float`): Time that training waits for a save.
+        mean_time_between_failures_s (`float`): Of the whole job; times between failures are exponential.
+    """
+    return mean_time_between_failures_s * expm1((interval_s + save_s) / mean_time_between_failures_s) / interval_s

@@ -87,7 +87,6 @@ def missing_columns(columns: list[str]) -> str:
 
 
 def _datasets(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> dataset, of all that there are."""
     datasets = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = given.get(name)
@@ -137,5 +136,4 @@ def _check_untokenised(name: str, columns: list[str], processor: Any, known: set
 
 
 def _inputs_of(model: Any) -> set[str]:
-    """The arguments of a model's forward."""
     return set(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else set()

@@ -183,7 +183,6 @@ class StepLoaders:
         )
 
     def _windowed(self, dataset: Any, drop_last: bool) -> Any:
-        """The dataset, through a window if it is a stream."""
         if not is_stream(dataset):
             return dataset
         carries_rows = self.args.on_bad_sample == "skip" and self.args.dataloader_num_workers > 0
@@ -199,7 +198,6 @@ class StepLoaders:
     def _loader(
         self, dataset: Any, global_batches: GlobalBatchSampler, planner: StepPlanner, description: str
     ) -> StepLoader:
-        """A loader that yields a [`StepBatch`] for each global batch."""
         engine, args = self.engine, self.args
         workers = args.dataloader_num_workers
         dataset, collator = self.context.drop_columns(dataset, description)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,12 +90,10 @@ def check_unscheduled(optimizer: torch.optim.Optimizer, modules: Mapping[str, Mo
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
-    """The learning rates of modules with settings of their own, for the log."""
     return {f"learning_rate/{g[MODULE]}": float(g["lr"]) for g in optimizer.param_groups if MODULE in g}
 
 
 def settings_lines(modules: Mapping[str, ModulePlugin]) -> list[str]:
-    """A sentence for each module with settings of its own."""
     words = {"lr": "learning rate", "weight_decay": "weight decay"}
     return [
         f"`{name}` has a {' and a '.join(f'{words[key]} of {value:g}' for key, value in own.items())} of its own."
@@ -237,16 +236,16 @@ def load_optimizer_and_scheduler(
     optimizer and schedule. Called by all ranks, which raise `ValueError` for state that can't be read, or of another
     model.
     """
-    state = world.raise_together(lambda: _read_scheduler(folder / SCHEDULER))
+
+    def read() -> dict[str, Any]:
+        with readable(folder / SCHEDULER):
+            return torch.load(folder / SCHEDULER, weights_only=True)
+
+    state = world.raise_together(read)
     load_optimizer(optimizer, model, folder, groups, world)
     if not any((folder / name).is_file() for name in (STATE, FSDP_OPTIMIZER)):
         _set_rates(optimizer.param_groups, state)
-    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, scheduler.state_dict()))
-
-
-def _read_scheduler(path: Path) -> dict[str, Any]:
-    with readable(path):
-        return torch.load(path, weights_only=True)
+    scheduler.load_state_dict(scheduler_of_groups(state, optimizer.param_groups, scheduler.state_dict()))
 
 
 def _set_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
@@ -257,13 +256,8 @@ def _set_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
             group[setting] = rates[min(index, len(rates) - 1)]
 
 
-def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the state of rank 0's schedule with an entry for each group of the whole model, by their settings."""
-    return _with_groups(state, groups, {})
-
-
-def _with_groups(
-    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
+def scheduler_of_groups(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """A schedule's state with lists that have an entry for each group; settings that groups lack come from `own`."""
     result = dict(state)

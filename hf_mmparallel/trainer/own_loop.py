@@ -313,7 +313,6 @@ class _Run:
         return self.steps.training
 
     def open_loader(self) -> None:
-        """Makes the loader of the training steps. Collective."""
         sampler = SequentialSampler if self.args.train_sampling_strategy == "sequential" else RandomSampler
         learned = self.steps.learned_ratio
         self.steps.use(self.loaders.training(sampler, self.sizes, self.arrangement, learned))
@@ -323,7 +322,6 @@ class _Run:
         return self.current
 
     def step(self, step: StepBatch) -> torch.Tensor:
-        """See [`ParallelModel.step`]."""
         with self.block("training step"):
             if step is not self.current or step is None:
                 raise ValueError(
@@ -344,7 +342,6 @@ class _Run:
             getattr(self.optimizer, mode)()
 
     def evaluate(self, dataset: Any, compute_metrics: Any, preprocess_logits: Any) -> dict[str, float]:
-        """See [`ParallelModel.evaluate`]."""
         with self.block("evaluation"):
             self._set_mode("eval")
             loader = self.loaders.evaluation(dataset, lambda _: None, "Evaluation")
@@ -353,13 +350,11 @@ class _Run:
             return evaluator.run(samples.batches(loader), compute_metrics is None, "eval").metrics or {}
 
     def write_model(self, writes: Writes) -> None:
-        """Writes the weights, and what stands beside them."""
         self.engine.sharded.save(writes)
         if self.engine.world.is_first:
             write_beside_weights(writes.folder, self.engine, self.processor)
 
     def save_state(self, folder: Path, scheduler: Any) -> None:
-        """See [`ParallelModel.save_state`]."""
         world, engine = self.engine.world, self.engine
         check_schedule(scheduler)
         check_same_folder(str(folder), "folder", world)
@@ -380,7 +375,6 @@ class _Run:
         return TrainerState(global_step=self.num_steps, train_batch_size=samples, stateful_callbacks=control)
 
     def load_state(self, folder: Path, scheduler: Any) -> None:
-        """See [`ParallelModel.load_state`]."""
         world, engine = self.engine.world, self.engine
         check_schedule(scheduler)
 

@@ -189,7 +189,6 @@ _MOST_TEMPLATES, _MOST_COUNTS = 4, 8  # rows of tables; `hf-mmparallel plan --fa
 
 
 def size_origin(context: RunContext) -> str:
-    """The source of the sizes of samples, in words."""
     columns = context.args.token_columns
     if columns is not None:
         names = [columns] if isinstance(columns, str) else list(columns.values())
@@ -291,7 +290,6 @@ class PlanReport:
         return prediction
 
     def lines(self, planner: StepPlanner, prediction: StepReport) -> list[str]:
-        """The lines below the table of a plan."""
         context, plan, device = self.sizes.context, self.engine.plan, self.engine.device
         args = context.args
         step, cp_size = prediction.planned.step, plan.modules[LANGUAGE_MODEL].cp_size

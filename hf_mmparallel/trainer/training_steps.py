@@ -374,7 +374,7 @@ class TrainingSteps:
 
     def use(self, training: TrainingLoader) -> None:
         """Lets the steps that follow be those of a loader, for callbacks, errors and the memory ratio."""
-        self.engine.plan_steps_with(training.run_planner)
+        self.engine.planner = training.run_planner
         self.memory_ratio = training.memory_ratio
         self.training = training
 
@@ -401,14 +401,13 @@ class TrainingSteps:
         """Plans steps by the plan that the engine has now, from the one after the last that counts."""
         assert self.training is not None
         self.training = self.training.with_plan(self.engine)
-        self.engine.plan_steps_with(self.training.run_planner)
+        self.engine.planner = self.training.run_planner
         if hasattr(self._items, "_shutdown_workers"):
             self._items._shutdown_workers()  # type: ignore[union-attr]
         self._go_on()
         self.samples.compare_again()
 
     def _go_on(self) -> None:
-        """Reads the steps after the last that counts."""
         assert self.training is not None
         self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
         self._items = self.training.items_after(self._done)
@@ -423,7 +422,6 @@ class TrainingSteps:
             self._go_on()
 
     def end_epoch(self, number: int) -> None:
-        """Notes that all steps of an epoch count."""
         self.progress.position = dataclasses.replace(self.progress.position, epoch=number + 1, num_samples=0)
         self.step_counts()
 

@@ -17,8 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from .. import _environment
 from . import generations as keys
 from .connections import GlooWaits, end_gloo_connections, shut_down
@@ -97,7 +95,7 @@ class Membership:
         self._address: tuple[str, int] = (settings["host"], settings["port"])
         self._prefix: str = settings["prefix"]
         self._sign_path = Path(settings["folder"], f"{self.id}.json")
-        self._store = keys.connect(self._address, self._prefix)  # of the main thread
+        self.store: Any = keys.connect(self._address, self._prefix)  # of the main thread
         self._group_stores: list[Any] = []
         self._parent = os.getppid()
         self._abort: Callable[[], None] | None = None
@@ -117,7 +115,8 @@ class Membership:
         self._error: RuntimeError | None = None
         self._is_over = False
         self.generation: Generation | None = None
-        first = self._read_generation(0)
+        self.store.wait([keys.generation_key(0)], timedelta(seconds=_START_S))
+        first = Generation.from_json(self.store.get(keys.generation_key(0)))
         self._known.append(first)
         if self.id in first.ids:
             self.generation = first
@@ -127,11 +126,6 @@ class Membership:
         """The membership of this process; `None` if it was not started by `hf-mmparallel launch`."""
         settings = _environment.launch_settings()
         return None if settings is None else cls(settings)
-
-    @property
-    def store(self) -> Any:
-        """The store of the job, for the main thread."""
-        return self._store
 
     # What is known
 
@@ -289,38 +283,21 @@ class Membership:
             newer = newer if any(self.id in generation.answered for generation in newer) else []
         return bool(newer) and (self.generation is not None or self.id in newer[-1].ids)
 
-    def meet(self, generation: Generation, timeout_s: float | None = None) -> bool:
+    def meet(self, generation: Generation) -> bool:
         """
-        Waits for all members of a generation. The result is the same for all of them.
-
-        Args:
-            generation ([`Generation`]): Of [`Membership.next_generation`].
-            timeout_s (`float`, *optional*): Seconds to wait; without a limit if left out.
-
-        Returns:
-            `bool`: Whether all have come; `False` if there is a newer generation, or a member has finished.
-
-        Raises:
-            `TimeoutError`: With the members that have not come.
+        Waits for all members of a generation. The result is the same for all of them: whether all have come, `False`
+        if there is a newer generation, or a member has finished.
         """
-        number, members = generation.number, generation.members
-        self._store.set(keys.arrived_key(number, self.id), "")
-        if self._store.add(keys.arrivals_key(number), 1) == len(members):
-            self._store.compare_set(keys.meeting_key(number), "", keys.MET)
-        try:
-            self._store.wait([keys.meeting_key(number)], timedelta(seconds=timeout_s) if timeout_s else keys.FOREVER)
-        except dist.DistStoreError:
-            missing = [id for id in generation.ids if not self._store.check([keys.arrived_key(number, id)])]
-            raise TimeoutError(
-                f"Processes {missing} have not come to the meeting of generation {number} within {timeout_s:g} s."
-            ) from None
-        has_met = self._store.get(keys.meeting_key(number)).decode() == keys.MET
+        number = generation.number
+        if self.store.add(f"arrivals/{number}", 1) == len(generation.members):
+            self.store.compare_set(keys.meeting_key(number), "", keys.MET)
+        self.store.wait([keys.meeting_key(number)], keys.FOREVER)
+        has_met = self.store.get(keys.meeting_key(number)).decode() == keys.MET
         if not has_met:  # what takes its place, a newer generation or the end, may not have arrived here yet
             self._abandoned = number
         return has_met
 
     def enter(self, generation: Generation) -> None:
-        """From now on this process works in this generation."""
         with self._news:
             self.generation = generation
 
@@ -356,19 +333,14 @@ class Membership:
         self._abort = None
         self._closing.set()
         with contextlib.suppress(RuntimeError):  # the store is gone, and so the thread has ended
-            self._store.queue_push(keys.news_key(self.id), "")
+            self.store.queue_push(keys.news_key(self.id), "")
         for thread in threads:
             thread.join(_JOIN_S)
 
     # The store
 
     def _push(self, event: dict[str, Any]) -> None:
-        self._store.queue_push(keys.EVENTS, json.dumps(event))
-
-    def _read_generation(self, number: int) -> Generation:
-        key = keys.generation_key(number)
-        self._store.wait([key], timedelta(seconds=_START_S))
-        return Generation.from_json(self._store.get(key))
+        self.store.queue_push(keys.EVENTS, json.dumps(event))
 
     # The thread that listens
 
@@ -449,7 +421,6 @@ class Membership:
             self._write_sign()
 
     def _write_sign(self) -> None:
-        """Writes the state of this process where its launcher reads it."""
         with self._sign_lock, contextlib.suppress(OSError):  # the launcher removes the folder at its end
             if self._finished:
                 return

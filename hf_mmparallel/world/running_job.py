@@ -30,7 +30,6 @@ class Joining:
     processes_per_node: int  # how many of them each launcher started
 
     def settings(self) -> dict[str, Any]:
-        """What the workers are told in addition."""
         return {
             "host": self.address[0],
             "port": self.address[1],
@@ -72,7 +71,6 @@ def start_together(address: tuple[str, int], prefix: str, num_launchers: int) ->
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -31,13 +30,11 @@ class Arrivals:
         self._has_arrived = False
 
     def arrive(self) -> None:
-        """Adds this rank."""
         self._has_arrived = True
         if self.store is not None:
             self.store.add(self.key, 1)
 
     def all_here(self) -> bool:
-        """Whether all ranks have arrived."""
         return self._has_arrived and (self.store is None or self.store.add(self.key, 0) >= self.size)
 
 
@@ -135,7 +132,6 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Name of the backend of the default group."""
         return dist.get_backend()
 
     @property
@@ -153,7 +149,6 @@ class World:
             self.end_group(group)
 
     def end_group(self, group: Any) -> None:
-        """Destroys a group made by [`World.new_group`], on a rank of the group."""
         self._groups.remove(group)
         dist.destroy_process_group(group)
 
@@ -272,18 +267,17 @@ class World:
 
     @property
     def wire_device(self) -> torch.device:
-        """The device of tensors that are sent within the group of all ranks."""
         return self.device if self.on_device else CPU
 
     def gather_tensors(self, value: Any) -> list[Any]:
         """Returns the values of all ranks on rank 0, with tensors in host memory; an empty list on the others."""
         tensors: list[torch.Tensor] = []
 
-        def describe(tensor: torch.Tensor) -> _SentTensor:
+        def describe(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(tensor)
-            return _SentTensor(tuple(tensor.shape), tensor.dtype)
+            return torch.empty_like(tensor, device="meta")
 
-        def receive(sent: _SentTensor, source: int) -> torch.Tensor:
+        def receive(sent: torch.Tensor, source: int) -> torch.Tensor:
             return self.receive(sent.shape, sent.dtype, source)
 
         outlines = self.gather(None if self.is_first else tree_map_only(torch.Tensor, describe, value))
@@ -294,7 +288,7 @@ class World:
         if outlines is None:
             return []
         received = [
-            tree_map_only(_SentTensor, functools.partial(receive, source=source), outline)
+            tree_map_only(torch.Tensor, functools.partial(receive, source=source), outline)
             for source, outline in enumerate(outlines[1:], 1)
         ]
         return [tree_map_only(torch.Tensor, torch.Tensor.cpu, value), *received]
@@ -370,14 +364,6 @@ class World:
                 check_rank_lives(self.processes[0])
                 time.sleep(pause)
                 pause = min(2 * pause, longest)
-
-
-@dataclass(frozen=True)
-class _SentTensor:
-    """Shape and dtype of a tensor that is sent separately."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 def _waiting(activity: str | None) -> AbstractContextManager[None]:

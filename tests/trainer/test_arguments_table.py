@@ -98,7 +98,7 @@ HONOURED = {
     "checkpointing_settings": "activation_checkpointing_kwargs",
     "compilation_settings": "torch_compile torch_compile_backend torch_compile_mode",
     "liger_kernels": "use_liger_kernel liger_kernel_config",
-    "full_eval_dtype": "bf16_full_eval fp16_full_eval",
+    "cast_for_evaluation": "bf16_full_eval fp16_full_eval",
     "resolve_batch": "per_device_train_batch_size gradient_accumulation_steps",
 }
 READERS = {name: reader for reader, names in HONOURED.items() for name in names.split()}
