@@ -40,10 +40,7 @@ ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture"
 
 
 def run_plan(args: argparse.Namespace, phases: Phases) -> None:
-    """
-    Runs `hf-mmparallel plan`, and says what it is doing; raises `ValueError`, with a remedy, for settings that
-    contradict each other or do not fit.
-    """
+    """Raises `ValueError`, with a remedy, for settings that contradict each other or do not fit."""
     if args.failures is None and args.nodes is not None:
         raise ValueError(f"`--nodes {args.nodes}` has no effect without `--failures`. Give both, or `--gpus`.")
     settings = Settings.of(args, **read_layout(args))

@@ -172,9 +172,7 @@ def links_text(constants: Mapping[str, float]) -> str:
 
 
 def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
-    """
-    Returns a table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves.
-    """
+    """A table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves."""
     from rich.table import Table
 
     chunks = sorted({(point.tokens, point.sequences) for layer in layers for point in layer.points})

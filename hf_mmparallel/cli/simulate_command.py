@@ -38,9 +38,7 @@ from .plan_command import warn_of_memory, write_files
 
 
 def run_simulate(args: argparse.Namespace, phases: Phases) -> None:
-    """
-    Runs `hf-mmparallel simulate`; raises `ValueError` for a file without a plan, and for a plan of another model.
-    """
+    """Raises `ValueError` for a file without a plan, and for a plan of another model."""
     if args.trace and args.trace.endswith(".csv"):
         raise ValueError(
             f"`--trace {args.trace}`: with a plan, the schedule is written to this file, as JSON. Leave the plan "
@@ -117,10 +115,7 @@ WITHOUT_PLAN = ("schedule", "microbatch_assignment", "html", "generator")
 
 
 def run_replay(args: argparse.Namespace) -> None:
-    """
-    Runs `hf-mmparallel simulate` without a plan; raises `ValueError` for a trace that can't be read, and for a cluster
-    that can't survive as many failures.
-    """
+    """Raises `ValueError` for a trace that can't be read, and a cluster that can't survive as many failures."""
     if args.model is None:
         raise ValueError("A trace of failures is replayed on a model. Give `--model`, or a plan to simulate a step.")
     for name in WITHOUT_PLAN:

@@ -289,10 +289,7 @@ class ChatCollator:
         return getattr(self._media_processors.get("audio"), "sampling_rate", 16_000)
 
     def text_and_targets(self, chat: Chat, index: int) -> tuple[str, list[Span], str | None]:
-        """
-        The sample as text, the character spans of the assistant's answers, and the prompt alone of a sample in which
-        all that follows has loss.
-        """
+        """The text, the character spans of the assistant's answers, and the prompt of a sample that has one."""
         if chat.num_prompts is None:
             return *self._text_and_answers(chat, index), None
         prompt = chat.messages[: chat.num_prompts]

@@ -79,10 +79,7 @@ def column_rules(
     spec: ModelSpec,
     processor: Any = None,  # without one nothing limits the sizes of images
 ) -> dict[str, ImageRule]:
-    """
-    Encoder -> the tokens of its images, where columns have their sides; raises `ValueError` for modules whose tokens
-    do not grow with the area of one image.
-    """
+    """Encoder -> the tokens of its images by their sides; raises `ValueError` where area does not tell them."""
     rules: dict[str, ImageRule] = {}
     named = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else columns or {}
     for name, column in named.items():

@@ -208,17 +208,10 @@ class PackingCollator:
         )
 
 
-def unpack(row: Tensor, words: Tensor, fill: float = IGNORE_INDEX) -> Tensor:
+def unpack(row: Tensor, words: Tensor) -> Tensor:
     """
-    The samples of packed rows as a padded batch.
-
-    Args:
-        row (`torch.Tensor` of shape `(rows, length, ...)`): Values of tokens, such as logits or labels.
-        words (`torch.Tensor` of shape `(rows, length)`): The rows' `attention_words`.
-        fill (`float`, *optional*, defaults to -100): Value of the padding.
-
-    Returns:
-        `torch.Tensor` of shape `(samples, longest sample, ...)`: The samples in order, padded on the right.
+    The samples of packed rows `(rows, length, ...)`, such as logits or labels, by the rows' `attention_words`, as a
+    batch `(samples, longest sample, ...)` in order, padded with -100 on the right.
     """
     segments = decode_words(words).segment
     pieces = [
@@ -226,7 +219,7 @@ def unpack(row: Tensor, words: Tensor, fill: float = IGNORE_INDEX) -> Tensor:
         for values, own in zip(row, segments, strict=True)
         for number in range(1, int(own.max()) + 1)
     ]
-    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=fill)
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=IGNORE_INDEX)
 
 
 def _words_by_sample(words: Tensor) -> Tensor:
@@ -251,9 +244,7 @@ class RowChoice:
 
 
 def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any) -> RowChoice:
-    """
-    Decides how rows are made under a plan: packed by default wherever the model, with its attention set, allows it.
-    """
+    """Decides how rows are made under a plan: packed by default wherever the model allows it."""
     if isinstance(collator, PackingCollator):
         return RowChoice(True, "the data collator does")
     if packing is not None:

@@ -56,10 +56,7 @@ class Chat:
 
 
 def find_formats(columns: Iterable[str], formats: Sequence[SampleFormat] = FORMATS) -> list[SampleFormat]:
-    """
-    The formats of samples with some columns: the first is that of a sample that fills all of them, the others are
-    those of samples in which some are empty.
-    """
+    """The formats of samples with some columns; the first is that of a sample that fills all of them."""
     present, found = set(columns), []
     for one in formats:
         if present.issuperset(one.columns) and not any(set(one.turns) == set(other.turns) for other in found):

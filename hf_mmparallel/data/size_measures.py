@@ -101,10 +101,7 @@ def _attempt(function: Callable[[Any], Any], read: Callable[[int], Any], index: 
 
 
 class ColumnMeasure(SampleMeasure):
-    """
-    Lengths from columns with a number or a list of them, or from columns with the sides of images; modules without one
-    count one token for each sample.
-    """
+    """Lengths from columns of numbers or sides of images; a module without one counts one token for each sample."""
 
     def __init__(
         self,

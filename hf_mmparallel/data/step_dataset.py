@@ -55,10 +55,7 @@ class RankInputs:
         }
 
     def shared_chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
-        """
-        (module, replica, microbatch, chunk) -> batch indices, of the chunks that cp ranks share and whose distribution
-        this rank needs: those that it computes, and those with which it exchanges features.
-        """
+        """Chunks, as in `chunks`, that cp ranks share and this rank computes or exchanges features with."""
         mine: dict[str, set[int]] = {}
         for module, replica, _ in self.plan.stages_of_rank(self.rank):
             mine.setdefault(module, set()).update(*step.microbatches[module][replica])

@@ -233,10 +233,7 @@ def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
 
 
 def names_to_save(spec: ModelSpec, buffers: Iterable[str] = ()) -> list[str]:
-    """
-    Names all tensors in an adapter folder: adapters, and of the parameters and some persistent buffers those of
-    [`modules_to_save`].
-    """
+    """Names all tensors in an adapter folder: adapters, and those of [`modules_to_save`]."""
     adapters = adapter_names(spec.parameters)
     prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
     return [name for name in (*spec.parameters, *buffers) if name in adapters or name.startswith(prefixes)]

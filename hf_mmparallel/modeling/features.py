@@ -151,9 +151,7 @@ def _sample_numbers(inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
 
 
 def count_feature_tokens(inputs: Mapping[str, Any], placeholders: Mapping[str, int]) -> dict[str, list[int]]:
-    """
-    Counts feature tokens, which are as many as placeholder tokens: modality -> count of each sample, in order.
-    """
+    """Modality -> placeholder tokens, which features are as many as, of each sample in order."""
     samples, num_samples = _sample_numbers(inputs)
     ids = inputs["input_ids"].reshape(samples.shape)
     return {

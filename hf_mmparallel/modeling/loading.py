@@ -128,9 +128,7 @@ class CheckpointReader:
         self._opened.close()
 
     def _renamed(self, key: str, expected: Any) -> tuple[str, Any]:
-        """
-        Returns the parameter that a key is part of, and its converter from several keys, or into several parameters.
-        """
+        """The parameter that a key is part of, and its converter if several keys or parameters belong together."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
@@ -429,10 +427,7 @@ def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
 
 
 def check_equal_models(model: nn.Module, world: World) -> None:
-    """
-    Compares the hashes of a live model's parameters and buffers over all ranks; raises `ValueError` on every rank,
-    with the first parameter that differs and the ranks.
-    """
+    """Raises `ValueError` on every rank, with the first difference, unless all have the same live model."""
     hashes = {name: _hash(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     whole = hashlib.blake2b(repr(list(hashes.items())).encode(), digest_size=16).hexdigest()
     if len(set(world.all_gather(whole, "comparing the models of the ranks"))) == 1:

@@ -90,10 +90,7 @@ def inputs_require_gradients(model: nn.Module) -> bool:
 
 
 def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation: Recomputation | None = None) -> None:
-    """
-    Enables activation checkpointing of the layers `stack` of one tower, of every layer by default; identity layers are
-    left out. Raises `ValueError` if the layers do not support it.
-    """
+    """Enables activation checkpointing of the layers `stack` of one tower, but for identity layers."""
     recomputation = recomputation or Recomputation()
     is_supported = False
     for name, module in model.named_modules():

@@ -78,10 +78,7 @@ def multiply(
     layer: nn.Linear,
     collector: Collector | None = None,
 ) -> Tensor:
-    """
-    Returns what `torch.nn.functional.linear` does for the parameters of a layer on this rank. The gradient of the
-    weight is given to the `collector` if there is one that takes it.
-    """
+    """As `torch.nn.functional.linear`; the gradient of the weight goes to a `collector` that takes it."""
     kept: KeptShare | None = None if torch.compiler.is_compiling() else getattr(input, "kept_share", None)
     kind = input.device.type
     is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64

@@ -80,10 +80,7 @@ def inside(name: str, prefix: str) -> bool:
 
 
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
-    """
-    Finds the modules of a model: encoders, the language model, generators. Raises `ValueError` for an encoder that is
-    not found.
-    """
+    """Finds the encoders, the language model and the generators of a model."""
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)

@@ -110,10 +110,7 @@ def _attention_plan(parent: nn.Module, tp_size: int) -> dict[str, str]:
 
 
 def _works_by_columns(parent: nn.Module, styles: Mapping[str, str | None]) -> bool:
-    """
-    Returns whether the functions of a feed-forward layer between its matrices do not mix the columns that ranks share:
-    Gemma 3n keeps the largest by their mean and deviation. Tried on tiny matrices.
-    """
+    """Whether a feed-forward layer's functions, tried on tiny matrices, mix no columns (Gemma 3n's do)."""
     first = [name for name, style in styles.items() if style == "colwise"]
     last = [name for name, style in styles.items() if style == "rowwise"]
     others = {name: child for name, child in parent.named_children() if name not in (*first, *last)}
@@ -258,9 +255,7 @@ def _check_adapter(layer: nn.Module, name: str) -> None:
 
 
 def _check_heads(layer: nn.Module, name: str, styles: Mapping[str, str | None], own: Mapping[str, str | None]) -> None:
-    """
-    Refuses a layer's own vector with an entry for each head that is not cut: it would meet the heads of one rank.
-    """
+    """Refuses a vector with an entry for each head that is not cut: it would meet the heads of one rank."""
     head_size = getattr(layer, "head_dim", None)
     if head_size is None:
         return

@@ -73,10 +73,7 @@ _PARSING = threading.Lock()
 
 @cache
 def _num_outputs(cls: type[nn.Module]) -> int:
-    """
-    Counts the values of the tuple that a layer's forward returns, 0 for a bare tensor, by its source since return
-    annotations are often wrong.
-    """
+    """Values of the tuple that a layer's forward returns by its source, 0 for a bare tensor."""
     try:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except OSError:

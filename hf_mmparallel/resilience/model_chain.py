@@ -62,10 +62,7 @@ class TypicalMicrobatches:
 
 @dataclass(frozen=True)
 class ChainUnit:
-    """
-    Consecutive layers of a module that are always on one stage: one layer where the model allows to cut before and
-    after it.
-    """
+    """Consecutive layers of a module that are always on one stage; one layer where the model may be cut around it."""
 
     module: str
     layers: tuple[int, int]  # first layer, and one past the last
@@ -115,10 +112,7 @@ class ModelChain:
 def mean_stage_ms(
     costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
 ) -> dict[tuple[str, int, int], float]:
-    """
-    (module, replica, stage) of a plan -> mean ms of a forward and a backward of a microbatch, which takes none in a
-    module that it has no input for.
-    """
+    """(module, replica, stage) -> mean ms of a forward and a backward over microbatches, 0 for those without input."""
     return {key: sum(passes_ms) for key, passes_ms in mean_pass_ms(costs, plan, microbatches).items()}
 
 
@@ -374,9 +368,7 @@ class _Demand:
         return cls(sizes, share, received, sent, num_ahead, state_copies)
 
     def of_stage(self, memory: StageMemory) -> tuple[float, float, float, float]:
-        """
-        Bytes of a stage whatever is in flight, of each microbatch in flight, of the running task, and without a step.
-        """
+        """Bytes of a stage: always, of each microbatch in flight, of the running task, and without a step."""
         count, none = len(self.sizes), np.zeros(1)
         (use,) = replica_uses(memory, np.zeros(count, int), np.arange(count), self.sizes, none, none + self.sent_bytes)
         fixed = self.state_copies * memory.state.total + memory.bucket_bytes + memory.kept_bytes

@@ -93,10 +93,7 @@ class ResilientPlanner:
         return self._templates_of(self.num_nodes)
 
     def fastest(self, num_nodes: int) -> ClusterPlan:
-        """
-        The plan of nodes numbered from 0 whose simulated step is shortest, among the fastest by the closed form;
-        raises `ValueError` if no pipelines use all nodes.
-        """
+        """The plan of nodes from 0 on whose simulated step is shortest, among the fastest by the closed form."""
         finalists = [self.plans.consecutive(list(map(self.pipeline, sizes))) for sizes in self._finalists(num_nodes)]
         if not finalists:
             raise ValueError(self._why_not_all(num_nodes))

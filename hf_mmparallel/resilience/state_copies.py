@@ -152,10 +152,7 @@ def holdings(spec: ModelSpec, placed: PlacedPlan) -> Holdings:
 
 
 def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> tuple[Holdings, Holdings]:
-    """
-    What each process holds under two plans, in parts of which no two overlap: where the plans cut a parameter in
-    unlike ways, it is divided at the borders of both.
-    """
+    """What each process holds under two plans, in parts that do not overlap, divided at the borders of both."""
     held, needed = holdings(spec, before), holdings(spec, after)
     slices: dict[str, set[Slice]] = defaultdict(set)
     for name, elements in {part for of_plan in (held, needed) for parts in of_plan.values() for part in parts}:

@@ -42,10 +42,7 @@ class Trace:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, str, str]], end_s: float | None = None) -> Trace:
-        """
-        A trace of rows with milliseconds, `"add"` or `"remove"`, and the name of a node, which ends with the last row
-        by default.
-        """
+        """A trace of rows with milliseconds, `"add"` or `"remove"`, and a node; it ends with the last by default."""
         numbers: dict[str, int] = {}
         times: dict[float, tuple[set[int], set[int]]] = {}
         for time_ms, action, name in rows:

@@ -145,10 +145,7 @@ class ParallelEngine(nn.Module):
         self.data_ms = 0.0  # how long this rank waited for it
 
     def change_plan(self, plan: ParallelPlan, held: Mapping[str, Tensor]) -> None:
-        """
-        Lays the model out anew, for the ranks that the world has now, with the weights, shards or slices of parameters
-        that this one updates. Collective.
-        """
+        """Lays the model out anew for the ranks of the world, with the weights that this one holds. Collective."""
         assert self._blank is not None
         # the model and the engine stay the same objects; the parts of the model are new
         put_parts_of(copy.deepcopy(self._blank), self.model)
@@ -363,10 +360,7 @@ class ParallelEngine(nn.Module):
                 yield key, ExpertLoad(layers, module.num_layers, count, self.device)
 
     def take_expert_imbalance(self) -> dict[str, float]:
-        """
-        Returns module -> how much more tokens the busiest expert of a layer has had than the mean one since the last
-        call. Collective if the model has experts.
-        """
+        """Module -> excess of the busiest expert over the mean one since the last call. Collective with experts."""
         result = {}
         for name, module in self.spec.modules.items():
             if not module.num_experts or self.options.compilation is not None:
@@ -558,10 +552,7 @@ class ParallelEngine(nn.Module):
         return result
 
     def take_token_metrics(self) -> tuple[float, float] | None:
-        """
-        Returns the mean accuracy and entropy over all target tokens since the last call, `None` without any.
-        Collective.
-        """
+        """Mean accuracy and entropy of all target tokens since the last call, `None` without any. Collective."""
         sums = self.world.all_reduce(self._token_sums, activity="token metrics").tolist()
         self._token_sums.zero_()
         return (sums[0] / sums[2], sums[1] / sums[2]) if sums[2] else None

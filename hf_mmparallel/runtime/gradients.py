@@ -20,10 +20,7 @@ from .optimizer_slices import FlatSlice, LocalShard, OptimizerSlices, Regions, b
 
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
-    """
-    Lets autograd add up the gradients of 16-bit parameters in float32 over all chunks of a step; each backward still
-    computes in the parameter's dtype.
-    """
+    """Lets autograd add up the gradients of 16-bit parameters in float32 over all chunks of a step."""
     for parameter in parameters:
         if parameter.dtype.itemsize < torch.float32.itemsize:
             _change_gradient_dtype(parameter, torch.float32)

@@ -44,10 +44,7 @@ class HeldParameter:
         return replace(self, values=self.values.to(device), state=state)
 
     def region(self, name: str, region: Region | None) -> HeldParameter:
-        """
-        Copies a region, or all of it, to host memory. Raises `ValueError` for state of other shapes, which can't be
-        cut.
-        """
+        """Copies a region, or all of it, to host memory; raises `ValueError` for state that can't be cut."""
         part, places = _Outline.of(self, name, region).blank()
         for place, rows in zip(places, self.messages(region), strict=True):
             place.view(rows.shape).copy_(rows)
@@ -274,10 +271,7 @@ class _Window:
 def give_to_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]
 ) -> None:
-    """
-    Lets an optimizer, with the same groups on all ranks, update the trained parameters of a model that has been laid
-    out anew; [`restore_state`] gives its state back.
-    """
+    """Lets an optimizer update the trained parameters of a model that was laid out anew, before `restore_state`."""
     for group in optimizer.param_groups:
         group["params"] = []
     for name, parameter in model.named_parameters():

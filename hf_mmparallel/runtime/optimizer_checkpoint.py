@@ -307,10 +307,7 @@ def _as_wide(key: str, value: Any, like: torch.Tensor) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """
-    Reads a file of optimizer state, tensors when they are used; raises `ValueError` for a file that is not there, is
-    cut short, or holds more than tensors and plain values.
-    """
+    """Reads a file of optimizer state, tensors when they are used; raises `ValueError` for one that can't be read."""
     check_complete(path.parent, path.name)
     try:
         is_mapped = zipfile.is_zipfile(path)  # not what torch saved before 1.6

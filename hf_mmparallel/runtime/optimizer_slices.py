@@ -147,10 +147,7 @@ def local_shard(parameter: torch.Tensor, flat_slice: FlatSlice | None = None) ->
 
 
 def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """
-    Gives state with a value for each element of an entry the form of the model's parameter: a `DTensor`, or whole.
-    Collective over the shard group of a slice.
-    """
+    """Gives state with a value for each element of an entry the form of the model's parameter. Collective."""
     whole, flat_slice = whole_parameter(parameter), slice_of(parameter)
     if not isinstance(value, DTensor):
         value = value.to(local(whole).device)  # from the host, where it may be updated

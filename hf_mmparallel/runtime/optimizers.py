@@ -104,10 +104,7 @@ def prepare_optimizer(
 
 
 def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """
-    Gives the optimizers of all ranks the same groups in the same order, some of them empty, so that a parameter that
-    comes to another rank has its group there. Collective.
-    """
+    """Gives the optimizers of all ranks the same groups in the same order, some of them empty. Collective."""
     kinds: Counter[str] = Counter()
     own: dict[tuple[str, int], dict[str, Any]] = {}
     for group in optimizer.param_groups:

@@ -203,10 +203,7 @@ ShardedFiles = _FsdpFiles | _UniversalFiles
 
 
 def sharded_files(folder: Path) -> ShardedFiles | None:
-    """
-    Returns the files of a checkpoint of FSDP2 or DeepSpeed; `None` for a folder without any. Raises `ValueError` for
-    one of DeepSpeed without its universal form.
-    """
+    """The files of a checkpoint of FSDP2, or of DeepSpeed's universal form; `None` for a folder without any."""
     if (folder / _FSDP_WEIGHTS).is_dir() or (folder / _FSDP_STATE).is_dir():
         return _FsdpFiles(folder)
     steps = sorted(path for path in folder.glob(f"{_DEEPSPEED}*") if path.is_dir())

@@ -287,10 +287,7 @@ class ShardedModel:
         return nullcontext() if self.slices is None else self.slices.rewriting(parameters)
 
     def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
-        """
-        Reads what [`ShardedModel.save_adapters`] wrote under any layout, in place; raises `ValueError` on all ranks if
-        the adapters are another model's.
-        """
+        """Reads what [`ShardedModel.save_adapters`] wrote under any layout, in place."""
         self.world.raise_together(lambda: self._read_adapters(adapter_folder(folder, adapter), adapter))
 
     @torch.no_grad()

@@ -192,10 +192,7 @@ def add_up(
     signs: Mapping[str, int],
     weighed: LossWeights,
 ) -> tuple[StepTotals, dict[str, int]]:
-    """
-    Adds up a step over all ranks: the totals, and `signs`, such as how many ranks have noticed each of [`SIGNS`].
-    Collective. The host does not wait for the device, on which the loss stays.
-    """
+    """Adds up a step, and `signs` of what ranks have noticed, without waiting for the device. Collective."""
     names = [LANGUAGE_MODEL, *weighed.factors]
     sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
     numbers = torch.tensor([0, 0, 0, *signs.values()], dtype=torch.int64)

@@ -59,10 +59,7 @@ def needs_copy(entry: torch.Tensor, storage: StorageSettings) -> bool:
 
 
 def copy_for_update(entry: torch.Tensor, storage: StorageSettings) -> nn.Parameter:
-    """
-    Copies an entry of an optimizer: to float32 unless master weights are switched off, to host memory (pinned beside a
-    GPU) if the optimizer is offloaded.
-    """
+    """Copies an entry of an optimizer to float32, and to (pinned) host memory if the optimizer is offloaded."""
     if storage.offload_optimizer and isinstance(entry, DTensor):
         entry = local_shard(entry)
     dtype = torch.float32 if storage.has_master_weights and entry.dtype in _HALF else entry.dtype

@@ -79,10 +79,7 @@ def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool
 
 
 def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelPlugin:
-    """
-    Returns a layout whose language model has the attention function that keeps the samples of a row apart; raises
-    `ValueError` if it has another one.
-    """
+    """A layout whose language model has the attention function that keeps the samples of a row apart."""
     plugin = plugin or MultimodalParallelPlugin()
     module = plugin.modules.get(LANGUAGE_MODEL, ModulePlugin())
     if module.attn_implementation not in (None, ATTENTION):
@@ -194,10 +191,7 @@ def load_whole(model: Any) -> Any:
 
 
 def restore_renamed(model: Any, folder: str | Path | None) -> bool:
-    """
-    Loads a checkpoint whose keys are named as on the Hub, of which the stock Trainer would restore nothing; returns
-    whether it was one.
-    """
+    """Loads a checkpoint whose keys are named as on the Hub; returns whether it was one."""
     if not isinstance(model, PreTrainedModel) or folder is None:
         return False
     if not Path(folder).is_dir():  # an id of the Hub is no checkpoint of a run
@@ -246,9 +240,7 @@ def prepare_context(model: PreTrainedModel, spec: ModelSpec, settings: ModulePlu
 
 
 def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
-    """
-    Returns the samples of a global batch; raises `ValueError` if `global_batch_size` and arguments of HF contradict.
-    """
+    """The samples of a global batch; raises `ValueError` for arguments that contradict each other."""
     derived = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
     if args.global_batch_size is None:
         return derived
@@ -391,9 +383,7 @@ def build_engine(
     token_metrics: bool = False,
     loss_function: Callable[..., Any] | None = None,
 ) -> tuple[ParallelEngine, int]:
-    """
-    Prepares this rank's part of a model, in place; returns the engine, and the samples of a global batch. Collective.
-    """
+    """Prepares this rank's part of a model, in place; returns it and the size of a global batch. Collective."""
     spec, source = prepared.spec, prepared.source
     plan, global_batch_size = plan_and_batch(plugin, spec, args)
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
@@ -474,10 +464,7 @@ def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
 
 
 def costs_of(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
-    """
-    Returns the costs of layers by the device of all ranks and the profile of rank 0; raises `ValueError` for a profile
-    or a description that can't be read, or a profile of another model.
-    """
+    """The costs of layers by the device of all ranks and the profile of rank 0, if it is that of the model."""
 
     def read() -> tuple[Hardware | None, LayerProfile | Calibration | None]:
         path = args.layer_profile

@@ -74,9 +74,7 @@ class CheckpointSaves:
 
     @contextmanager
     def checkpoint(self, folder: Path, state: TrainerState) -> Iterator[Writes]:
-        """
-        A block that collects what this rank writes of a checkpoint; [`~CheckpointSaves.finish`] waits. Collective.
-        """
+        """A block that collects what this rank writes of a checkpoint; `finish` waits for it. Collective."""
         assert self._save is None, "one at a time"
         then = functools.partial(self._rotate, folder.parent, state)
         save = FolderSave(folder, self.world, self._host_copies() if self.args.async_save else None, then)
@@ -233,19 +231,9 @@ def save_advice(blocked_s: float, write_s: float, step_s: float, state: TrainerS
 def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, write_s: float = 0.0) -> float:
     """
     The time from the end of a save to the start of the next with the shortest expected run, in seconds (Daly's
-    higher-order form, equation 37, for failures that are independent of each other).
-
-    Saving more often costs more time than it saves on average at a failure, when the steps since the last checkpoint
-    run again.
-
-    Args:
-        save_s (`float`): Time that training waits for a save.
-        mean_time_between_failures_s (`float`): Of the whole job.
-        write_s (`float`, *optional*, defaults to 0.0):
-            Time until a save that goes on beside the training is done. There is no other save before.
-
-    Raises:
-        `ValueError`: For a negative duration, or no time between failures.
+    higher-order form, equation 37, for failures that are independent of each other). Training waits for `save_s`, and
+    a save that goes on beside it is done after `write_s`. Raises `ValueError` for a negative duration, or no time
+    between failures, which is that of the whole job.
     """
     if save_s < 0 or write_s < 0 or mean_time_between_failures_s <= 0:
         raise ValueError(
@@ -262,11 +250,7 @@ def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, wri
 
 def expected_slowdown(interval_s: float, save_s: float, mean_time_between_failures_s: float) -> float:
     """
-    Expected duration of a run with failures, in units of its duration without failures and saves (Daly, 2006).
-
-    Args:
-        interval_s (`float`): Time of training between two saves.
-        save_s (`float`): Time that training waits for a save.
-        mean_time_between_failures_s (`float`): Of the whole job; times between failures are exponential.
+    Expected duration of a run with a save after each interval, in units of its duration without failures, whose
+    distances are exponential, and saves (Daly, 2006).
     """
     return mean_time_between_failures_s * expm1((interval_s + save_s) / mean_time_between_failures_s) / interval_s

@@ -117,10 +117,7 @@ class Evaluator:
         self.preprocess_logits = preprocess_logits_for_metrics
 
     def run(self, batches: Iterable[StepBatch], prediction_loss_only: bool, prefix: str) -> EvalLoopOutput:
-        """
-        Evaluates batches on this rank's device; metrics are on all ranks, predictions and labels on rank 0.
-        Collective.
-        """
+        """Evaluates batches; metrics are on all ranks, predictions and labels on rank 0. Collective."""
         world = self.engine.world
         concatenate = self.args.eval_do_concat_batches
         containers = {kind: EvalLoopContainer(concatenate, padding_index=IGNORE_INDEX) for kind in _KINDS}

@@ -106,10 +106,7 @@ class StepLoaders:
     def training(
         self, sampler_of: SamplerOf, sizes: TrainingSizes, arrangement: str, learned: Mark | None = None
     ) -> TrainingLoader:
-        """
-        Loads global batches of the training set in the stock Trainer's order, arranged as the arguments say.
-        Collective; `learned` is the memory ratio of the run that is resumed.
-        """
+        """Loads the training set in the stock Trainer's order, arranged as the arguments say. Collective."""
         dataset = self.context.train_dataset
         if dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
@@ -277,10 +274,7 @@ def base_planner(engine: ParallelEngine, microbatch_size: int) -> StepPlanner:
 def training_planner(
     planner: StepPlanner, args: MultimodalTrainingArguments, sizes: SizeFunction | None, arrangement: str | None = None
 ) -> StepPlanner:
-    """
-    Returns a planner of training steps with the arrangement and the limits of the arguments; `sizes` is dataset
-    indices -> sizes, and `arrangement` is for arguments that name none.
-    """
+    """Plans training steps by the arguments; `arrangement` is for those that name none."""
     return replace(
         planner,
         arrangement=args.microbatch_assignment or arrangement or DEFAULT_ARRANGEMENT,
@@ -296,9 +290,7 @@ _OWN_BATCHES = "ranks would not get the batches that samples are arranged in"
 
 
 def check_arrangement(trainer: Any) -> None:
-    """
-    Raises `ValueError`, on every rank, for what `microbatch_assignment` can't be used with in a run without a plan.
-    """
+    """Raises `ValueError` for what `microbatch_assignment` can't be used with in a run without a plan."""
     args, config = trainer.args, trainer.args.accelerator_config
     if not (callable(args.microbatch_assignment) or args.microbatch_assignment in RANK_ARRANGEMENTS):
         raise _refusal(

@@ -174,10 +174,7 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
 
 
 def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflops: float) -> float:
-    """
-    Returns model FLOPs per second over the peak of all ranks' devices (MFU); padding and recomputation do not count,
-    see [`model_flops`].
-    """
+    """Model FLOPs per second over the peak of all ranks' devices (MFU), see [`model_flops`]."""
     flops = 0.0
     for module, work in total_work(window.work for window in windows).items():
         per_token, per_square = training_flops(spec, module)

@@ -160,10 +160,7 @@ def group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list
 
 
 def give_part(optimizer: torch.optim.Optimizer, groups: list[list[str]], engine: ParallelEngine) -> None:
-    """
-    Gives an optimizer, in place, the parameters that this rank holds of the named ones of each group; all ranks have
-    the same groups, some of them empty.
-    """
+    """Gives an optimizer, in place, what this rank holds of each group; all ranks have the same groups."""
     named = dict(engine.model.named_parameters())
     optimizer.state.clear()
     for names, group in zip(groups, optimizer.param_groups, strict=True):
@@ -198,9 +195,7 @@ def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
 
 
 def complete_state(optimizer: Any) -> None:
-    """
-    Gives parameters of Adam or AdamW without a gradient yet, as of a layer that no forward reads, their first state.
-    """
+    """Gives parameters of Adam or AdamW without a gradient yet their first state."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     found = next(((p, state) for p, state in optimizer.state.items() if state), None)
     if found is None or not isinstance(optimizer, torch.optim.Adam):
@@ -216,9 +211,7 @@ def complete_state(optimizer: Any) -> None:
 
 
 def is_by_name(folder: str | None, model: nn.Module) -> bool:
-    """
-    Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.
-    """
+    """Whether one process reads a checkpoint by names: one that a plan has written, of this very model."""
     # without one of the files the stock Trainer leaves both alone
     if folder is None or not all((Path(folder) / name).is_file() for name in (SCHEDULER, STATE)):
         return False

@@ -187,9 +187,7 @@ class Recovery:
             self._block = None
 
     def run(self, work: Callable[[], T]) -> T:
-        """
-        Does work in which ranks communicate; again, if ranks are lost in it. A [`Recovery.commit`] makes it count.
-        """
+        """Does work in which ranks communicate; again, if ranks are lost in it, until a `commit` makes it count."""
         self._begin()
         while True:
             try:

@@ -102,9 +102,7 @@ def node_layouts(
     args: MultimodalTrainingArguments,
     global_batch: tuple[int, SampleSizes | None],
 ) -> NodeLayouts:
-    """
-    Returns what decides on layouts, on every rank alike; raises `ValueError` for failures that can't be guaranteed.
-    """
+    """Returns what decides on layouts; raises `ValueError` for failures that can't be guaranteed."""
     survives = args.survives
     assert survives is not None
     costs, plan = prepared.costs, plugin.plan
@@ -184,10 +182,7 @@ def refusals(
 
 
 def state_transfers(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> list[Transfer]:
-    """
-    Returns what ranks send each other when a plan follows another, by their ranks in the new one; raises
-    [`LostStateError`] if no process that is left holds a part.
-    """
+    """What ranks send each other when a plan follows another, by their ranks in the new one."""
     held, needed = _parts(spec, before), _parts(spec, after)
     copies = state_copies(spec, before, after).copies
     wanted = [(copy.parameter, copy.source, copy.target, copy.slice) for copy in copies]

@@ -268,10 +268,7 @@ class PlanReport:
     stock_batch_size: int | None = None  # global batch of the stock Trainer with the same arguments, if it takes them
 
     def show(self, folder: Path | None = None, searched: SampleSizes | None = None) -> StepReport:
-        """
-        Prints the plan with the predicted bubble and balance, draws the step into a folder if one is given, and
-        returns it; `searched` are sizes of the samples that the plan was searched for with.
-        """
+        """Prints the plan with the predicted bubble and balance, and draws the step into a folder if one is given."""
         engine, args = self.engine, self.sizes.context.args
         request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
         with seeded(args.seed):  # only this rank reads samples here

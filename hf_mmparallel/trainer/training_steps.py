@@ -182,10 +182,7 @@ class TargetCount:
         self.num_without = 0
 
     def saw(self, num_targets: int, is_first: bool) -> None:
-        """
-        Counts the target tokens of a global batch, over all ranks; raises `ValueError` if the first batch of a run has
-        none.
-        """
+        """Counts targets of a global batch, over all ranks; the first one of a run has to have some."""
         if num_targets:
             return
         reason = (
@@ -431,9 +428,7 @@ class TrainingSteps:
             self._given = self._items = items
 
     def read(self, dataset: StepDataset, step: int) -> StepBatch | None:
-        """
-        Reads the next global batch, without samples that can't be read; `None` at the end of an epoch. Collective.
-        """
+        """Reads the next global batch without unreadable samples; `None` at the end of an epoch. Collective."""
         ACTIVITY.step = step
         engine = self.engine
         assert self._items is not None

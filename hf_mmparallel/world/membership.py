@@ -80,12 +80,8 @@ class FinishedRunError(RuntimeError):
 
 class Membership:
     """
-    The membership of this process in the job. [`Membership.from_environment`] makes it.
-
-    Attributes:
-        id, node (`int`): The number of this process in the job, and of its launcher.
-        generation ([`Generation`], *optional*):
-            The one that this process works in; `None` in a process that joins a running job, until it enters one.
+    The membership of this process in the job, with the number of the process (`id`) and of its launcher (`node`), and
+    the [`Generation`] that it works in; `None` in a process that joins a running job, until it enters one.
     """
 
     def __init__(self, settings: dict[str, Any]):
@@ -170,12 +166,8 @@ class Membership:
 
     def start(self, abort: Callable[[], None]) -> None:
         """
-        Starts to listen for losses and to give signs of life, both in daemon threads. To be called once.
-
-        Args:
-            abort (`Callable`):
-                Ends the collectives of this process, see [`end_collectives`]. Called by a thread, once for each newer
-                generation, as soon as members are lost.
+        Starts to listen for losses and to give signs of life, both in daemon threads. To be called once. A thread
+        calls `abort`, see [`end_collectives`], once for each newer generation, as soon as members are lost.
         """
         self._abort = abort
         self._write_sign()
@@ -209,19 +201,13 @@ class Membership:
             self._sign_path.unlink(missing_ok=True)
 
     def leave(self, reason: str = "") -> None:
-        """
-        From now on this process is no member. Without a reason the others do not need it, and go on without another
-        generation.
-        """
+        """From now on this process is no member. Without a reason the others go on without another generation."""
         assert self.generation is not None, "only members leave"
         event = {"kind": "left", "generation": self.generation.number, "reason": reason, "time": time.time()}
         self._end_with(event)
 
     def report(self, reason: str, place: str = "") -> None:
-        """
-        Says that this process is about to end because of an error, raised at a place, so that the others need not wait
-        for its end.
-        """
+        """Says that this process is about to end because of an error, so that the others need not wait for it."""
         if self._finished:
             return
         self._abort = None
@@ -242,19 +228,10 @@ class Membership:
 
     def next_generation(self, timeout_s: float | None) -> Generation:
         """
-        Waits for a generation newer than the one that this process works in, and than those that have not all met.
-
-        Args:
-            timeout_s (`float` or `None`): Seconds to wait; `None` for no limit.
-
-        Returns:
-            [`Generation`]: The newest one.
-
-        Raises:
-            [`LostMemberError`]: If this process is not among its members.
-            [`FinishedRunError`]: If a member has finished.
-            [`NoLossError`]: If there is none: no member has been lost.
-            `RuntimeError`: If the launcher of node 0 is gone.
+        Waits, for `timeout_s` or without a limit, for a generation newer than the one that this process works in, and
+        than those that have not all met. Raises [`LostMemberError`] if this process is not among its members,
+        [`FinishedRunError`] if a member has finished, [`NoLossError`] if there is none, as no member has been lost,
+        and `RuntimeError` if the launcher of node 0 is gone.
         """
         with self._news:
             self._news.wait_for(lambda: self._error or self._is_over or self._is_decided(), timeout_s)

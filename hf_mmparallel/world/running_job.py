@@ -48,10 +48,7 @@ def publish_job(store: Any, prefix: str, num_nodes: int, num_members: int) -> No
 
 
 def start_together(address: tuple[str, int], prefix: str, num_launchers: int) -> None:
-    """
-    Waits until no workers of an earlier start run on any host, and removes what they have left in the store, such as
-    addresses of their process groups; raises `TimeoutError` if a launcher does not come.
-    """
+    """Waits until no workers of an earlier start run on any host, and clears what they left in the store."""
     store = keys.connect(address, prefix)
     if store.add(keys.NUM_READY, 1) == num_launchers:
         everything = store.underlying_store

@@ -58,13 +58,8 @@ class World:
 
     Objects and tensors in host memory are sent over a CPU group, so that no rank waits for its device; tensors on a
     device over the backend of that device. Without a process group there is one rank, and collectives return their
-    argument.
-
-    Args:
-        device (`torch.device`, *optional*, defaults to the CPU): The device of this process.
-        processes (`Sequence[int]`, *optional*):
-            Processes of the default group, in the order of the plan's ranks; all by default. Others may make another
-            world at the same time.
+    argument. `processes` of the default group are in the order of the plan's ranks, all by default; others may make
+    another world at the same time.
     """
 
     def __init__(self, device: torch.device = CPU, processes: Sequence[int] | None = None):
@@ -393,12 +388,8 @@ def _leave() -> None:
 
 class ReduceScatter:
     """
-    A sum over the ranks of a group in flight, of which each rank gets one row. Collective.
-
-    Args:
-        columns (`Sequence[torch.Tensor]` of shapes `[ranks of the group, elements]`):
-            What this rank adds, which is copied; row `i` of each is for rank `i` of the group.
-        group (`ProcessGroup`): The ranks.
+    A sum over the ranks of a group in flight, of which each rank gets one row. What this rank adds, `columns` `[ranks
+    of the group, elements]`, is copied; row `i` of each is for rank `i` of the group. Collective.
     """
 
     def __init__(self, columns: Sequence[torch.Tensor], group: Any):
