@@ -172,7 +172,6 @@ class PackingCollator:
         return 0
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for a sample without tokens, and for a row over the budget."""
         if not all(lengths):
             raise ValueError(
                 f"Sample {lengths.index(0)} of the batch has no tokens that its `attention_mask` counts. Filter the "

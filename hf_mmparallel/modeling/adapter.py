@@ -119,7 +119,6 @@ def _parse(module: str, config: Any) -> Any:
 
 
 def _check_common(configs: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for settings that differ between modules but are common to the whole adapter."""
     (first, config), *others = configs.items()
     for name, other in others:
         for field in fields(config):
@@ -392,7 +391,6 @@ def _only_adapter(model: Any) -> tuple[Any, str]:
 
 
 def _check_layers(base: Any, name: str, config: Any) -> None:
-    """Raises `ValueError` for settings and layers that are only correct within the whole `PeftModel`."""
     for setting, (reason, remedy) in REFUSED_WHEN_GIVEN.items():
         value = getattr(config, setting, None)
         if value and value != "none":

@@ -191,7 +191,6 @@ class CheckpointReader:
                 give_own_memory(home[attribute])
 
     def _check_shapes(self, slices: dict[str, Any]) -> None:
-        """Refuses tensors without the shape of the whole parameter, which a shard might not show."""
         from transformers.core_model_loading import dot_natural_key
 
         expected = self.model.state_dict()
@@ -217,7 +216,6 @@ def _stacks(converter: Any) -> bool:
 
 
 def _check_unquantized(config: Any, source: str) -> None:
-    """Refuses quantized weights, of which a tensor is spread over several keys or has scales beside it."""
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"The weights in `{source}` are quantized (`quantization_config`), so a rank can't read its part of them. "

@@ -194,7 +194,6 @@ class EncoderInputs:
         return {self.entries[key][1] if key in self.names(encoder) else key: value for key, value in inputs.items()}
 
     def _check_language_model_input(self, key: str) -> None:
-        """Raises `ValueError` for an entry that is meant for an encoder but has a wrong name."""
         for name in self.mains:
             if key in self.shared or key.startswith(name + "_"):
                 known = [entry for encoder in self.mains for entry in self.names(encoder)]
@@ -403,7 +402,6 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         return self.language_model(inputs_embeds=merged, **{CACHE: cache}, **inputs, **rest)
 
     def _check_encoder_outputs(self, outputs: Mapping[str, Any], encoder_inputs: Mapping[str, Any]) -> None:
-        """Refuses outputs of unknown encoders, and of encoders that also have inputs."""
         for name in outputs:
             if name not in self.encoders:
                 raise ValueError(

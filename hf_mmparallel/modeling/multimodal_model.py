@@ -364,7 +364,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
 
 
 def _check_no_accumulation(labels: Any, loss_kwargs: Mapping[str, Any]) -> None:
-    """Refuses losses of generators in a batch that is one of several, of which only target tokens are counted."""
     total = loss_kwargs.get("num_items_in_batch")
     own = None if total is None else num_target_tokens({"labels": labels, **loss_kwargs})
     if total is not None and int(total) != own:
@@ -543,7 +542,6 @@ def _projector_table(
 def _check_names(
     label: str, table: Mapping[str, Any], names: Sequence[str], complete: bool, kind: str = "encoder"
 ) -> None:
-    """Checks that the keys of an argument are encoders (or modules of another kind), and all of them if `complete`."""
     for name in table:
         if name not in names:
             raise ValueError(f"`{label}` has `{name}`, which is no {kind}. Use one of {list(names)}.")

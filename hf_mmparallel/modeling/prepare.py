@@ -169,7 +169,6 @@ def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
 
 
 def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Refuses a parameter that layers of two stages share (Zamba), which would be two parameters with one name."""
     for module, planned in plan.modules.items():
         shared = spec.shared_by_layers(module)
         for (name, layers), replica in product(shared.items(), planned.replicas):
@@ -187,7 +186,6 @@ def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int |
 
 
 def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> None:
-    """Refuses a generator that reads hidden states which the language model's last stage does not compute."""
     first = max(stages[-1].layers[0] for stages in plan.modules[LANGUAGE_MODEL].replicas)
     num_layers = plan.modules[LANGUAGE_MODEL].replicas[0][-1].layers[1]
     for name, part in parts.items():
@@ -201,7 +199,6 @@ def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> No
 
 
 def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:
-    """Refuses a config that selects a hidden state which the encoder's last stage does not compute."""
     earliest = earliest_selected_layer(model, module)
     if earliest is None:
         return

@@ -82,17 +82,13 @@ def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
 # Dtypes of weights and of the hidden states between layers.
 
 
-def is_activation_dtype(dtype: torch.dtype) -> bool:
-    """Returns whether layers compute in a dtype; weights of 8 bits and less are dequantized for computation."""
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
 def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> torch.dtype:
     """Returns the widest dtype of hidden states that layers with these parameters can output."""
     adapters = adapter_names(spec.parameters)
     # adapters output the dtype of the layer that they wrap
     dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
-    candidates = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
+    # weights of 8 bits and less are dequantized for computation
+    candidates = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
     return functools.reduce(torch.promote_types, candidates) if candidates else torch.bfloat16
 
 
@@ -392,7 +388,6 @@ class ModuleStage:
         return outputs
 
     def _check_shape(self, hidden: Tensor, inputs: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for hidden states other than those of a batch's tokens, which the next stage expects."""
         tokens = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
         found, expected = tuple(hidden.shape), (*tokens, *self.module_spec.token_shape)
         shares_rows = self.module_spec.sequence_parallel and found[1] <= expected[1]

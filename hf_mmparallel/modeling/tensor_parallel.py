@@ -232,10 +232,6 @@ def _mended_style(layer: nn.Module, parameter: str, style: str | None) -> str | 
     return style
 
 
-def _is_adapted(layer: nn.Module) -> bool:
-    return hasattr(layer, "base_layer")
-
-
 def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
     """Maps the LoRA matrices around a linear layer that has `style` to theirs."""
     split = "lora_A" if style.startswith("rowwise") else "lora_B"
@@ -255,7 +251,6 @@ def _check_adapter(layer: nn.Module, name: str) -> None:
 
 
 def _check_heads(layer: nn.Module, name: str, styles: Mapping[str, str | None], own: Mapping[str, str | None]) -> None:
-    """Refuses a vector with an entry for each head that is not cut: it would meet the heads of one rank."""
     head_size = getattr(layer, "head_dim", None)
     if head_size is None:
         return
@@ -307,7 +302,7 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
             continue
         style = style_of(name)
         own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
-        if style is not None and style != PARTIAL_GRADIENT and _is_adapted(layer):
+        if style is not None and style != PARTIAL_GRADIENT and hasattr(layer, "base_layer"):
             if tp_size > 1 and name in around:
                 _check_adapter(layer, name)
             for adapter, adapter_style in _adapter_styles(layer, name, style).items():
@@ -405,7 +400,6 @@ def _splits_rows(model: nn.Module, module: ModuleSpec, styles: _Styles, tp_size:
 
 
 def _check_same_cuts(module: ModuleSpec, by_size: Mapping[int, Sequence[tuple[int | None, int]]]) -> None:
-    """Checks that tp groups of all sizes cut each parameter along the same dimension."""
     for parameter, *cuts in zip(module.parameters, *by_size.values(), strict=True):
         if len(set(cuts)) > 1:
             sizes = " and ".join(map(str, by_size))
@@ -467,7 +461,6 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
 
 
 def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, owned: Collection[str]) -> None:
-    """Refuses a style of transformers that cuts a parameter in another way than is known of it."""
     parameters = dict(model.named_parameters())
     for entry in module.parameters:
         if entry.name not in owned:

@@ -287,7 +287,6 @@ class LayerInterceptor:
 
 
 def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
-    """Raises `ValueError` if a layer's argument depends on parameters of other stages, whose values are NaN here."""
     pending = [args, *((value,) for value in kwargs.values() if value is not hidden)]
     while pending:
         value = pending.pop()

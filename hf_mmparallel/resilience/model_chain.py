@@ -194,7 +194,6 @@ def _on_ranks(layout: ModuleLayout, tp_sizes: Sequence[int], num_ranks: int) -> 
 
 
 def _check_copies(name: str, layout: ModuleLayout) -> None:
-    """Raises `ValueError` unless each pipeline has all parameters and all optimizer state of a module."""
     own, size = layout.dp_size * layout.cp_size, layout.shard_size
     if layout.zero_stage and (size is None or own % size):
         remedy = f"Use `shard_size={own}`" if own > 1 else "Use `shard_size`, the copies on one node"

@@ -264,7 +264,6 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
 
 
 def _check_settings(plan: ParallelPlan, plans: PipelinePlans) -> None:
-    """Raises `ValueError` if a plan has other settings than the plans after a failure will have."""
     if plan.schedule != plans.schedule:
         raise ValueError(
             f"The plan has `schedule={plan.schedule!r}`, and plans after failures {plans.schedule!r}. Use one of them."

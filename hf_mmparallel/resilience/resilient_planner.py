@@ -292,7 +292,6 @@ class ResilientPlanner:
         return Pipeline.of_template(self.plans.chain, self._template_of(num_nodes))
 
     def _check_sums(self) -> None:
-        """Raises `ValueError` unless all numbers of nodes that failures leave can be used, and merged pipelines."""
         largest = len(self.templates) + self.fewest - 1
         merged = min(2 * self.fewest - 1, self.num_nodes - self.failures * self.fewest)
         if largest < merged:
@@ -306,7 +305,6 @@ class ResilientPlanner:
                 raise ValueError(self._why_not_all(num_nodes))
 
     def _check_adopted(self, pipelines: Sequence[Pipeline]) -> None:
-        """Raises `ValueError` unless pipelines of a plan of the user can be kept up by templates."""
         if len(pipelines) <= self.failures:
             raise ValueError(
                 f"The plan has {len(pipelines)} copies of the model on nodes of their own; to survive {self.failures} "
@@ -362,7 +360,6 @@ def _sizes(plan: ClusterPlan) -> list[int]:
 
 
 def _check_nodes(nodes: Collection[int], state: ClusterPlan, are_there: bool) -> None:
-    """Raises `ValueError` for the first node that is in a plan, or is not, against expectation."""
     there = set(state.nodes)
     for node in sorted(set(nodes)):
         if (node in there) != are_there:

@@ -238,7 +238,8 @@ class MessageQueues:
                 if source != self.rank:
                     buffer = self.empty(slice_.num_tokens, payload)
                     incoming.handles.append(self.transport.recv(buffer, source))
-                arriving.append(_ReceivedSlice(slice_, _index_of(index, slice_), buffer))
+                own_index = None if index is None else index[slice_.start : slice_.stop]
+                arriving.append(_ReceivedSlice(slice_, own_index, buffer))
             incoming.slices.append(arriving)
         self._received.setdefault(message.target, []).append(incoming)
 
@@ -342,7 +343,3 @@ def _direction(message: Message, slice_: Slice) -> tuple[int, int]:
     """Returns the rank that sends a slice of a message, and the one that receives it."""
     ends = slice_.producer, slice_.consumer
     return ends if message.kind == "act" else (ends[1], ends[0])
-
-
-def _index_of(index: Tensor | None, slice_: Slice) -> Tensor | None:
-    return None if index is None else index[slice_.start : slice_.stop]

@@ -57,15 +57,13 @@ def _plain_value(value: Any, what: str) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
-    if type(value) not in (*_PLAIN, list, tuple, dict) or (isinstance(value, dict) and not all(map(_is_key, value))):
+    if type(value) not in (*_PLAIN, list, tuple, dict) or (
+        isinstance(value, dict) and not all(type(key) in _PLAIN for key in value)
+    ):
         raise ValueError(f"The optimizer's `{what}={value!r}` can't be saved. Use a number, string or list.")
     for part in parts:
         _plain_value(part, what)
     return value
-
-
-def _is_key(value: Any) -> bool:
-    return type(value) in _PLAIN
 
 
 class _Collected:

@@ -131,7 +131,6 @@ def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int
 
 
 def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
-    """Refuses an optimizer that can't update copies of weights as the settings ask for."""
     settings = [storage[parameter] for parameter in entries_of(optimizer) if parameter in storage]
     if any(setting.offload_optimizer for setting in settings):
         check_offloaded(optimizer)
@@ -163,7 +162,6 @@ def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Stora
 
 
 def _check_independence(optimizer: torch.optim.Optimizer, what_ranks_have: str, remedy: str) -> None:
-    """Refuses an optimizer whose update of a parameter depends on those that are before it in its group."""
     for index, group in enumerate(optimizer.param_groups):
         for num_dims in sorted({p.dim() for p in group["params"]}):
             like = next(p for p in group["params"] if p.dim() == num_dims)
@@ -182,7 +180,6 @@ def _check_independence(optimizer: torch.optim.Optimizer, what_ranks_have: str, 
 
 
 def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Refuses an optimizer whose update of a slice of a flattened parameter is not that slice of its update."""
     if not sliced:
         return
     cause = None
@@ -248,7 +245,6 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
 
 
 def _check_later_cuts(optimizer: torch.optim.Optimizer, later: Mapping[Any, PossibleCuts]) -> None:
-    """Refuses an optimizer that could not update parameters that later plans cut, or whose state could not be cut."""
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, nn.Parameter] = {}
         for parameter in group["params"]:

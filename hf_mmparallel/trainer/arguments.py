@@ -94,7 +94,6 @@ def _configs(modules: Mapping[str, ModulePlugin]) -> list[tuple[str, Mapping[str
 
 
 def _check_equal(name: str, key: str, value: Any, argument: str, given: Any) -> None:
-    """Raises `ValueError` unless a value of a configuration is `"auto"` or that of the arguments."""
     value = list(value) if isinstance(value, tuple) else value
     if value not in (None, "auto", given):
         raise ValueError(
@@ -326,7 +325,6 @@ class MultimodalTrainingArguments(TrainingArguments):
 
 
 def _check_arrangement(arrangement: Any) -> None:
-    """Raises `ValueError` for an unknown name, and for a function that workers and checkpoints can't get."""
     if not callable(arrangement):
         reject_unknown_keys("`microbatch_assignment`", [] if arrangement is None else [str(arrangement)], ARRANGEMENTS)
         return

@@ -174,7 +174,6 @@ def find_saved_plan(
 
 
 def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
-    """Raises `ValueError` if a plan has other sizes, sharding or storage than those that are set."""
     for given in (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage):
         for name, settings in given.items():
             module = plan.modules[name]

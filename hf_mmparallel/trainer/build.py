@@ -325,7 +325,6 @@ def _mesh_of(model: Any) -> Any:
 
 
 def _check_mesh(model: Any, plugin: MultimodalParallelPlugin) -> None:
-    """Raises `ValueError` for a model that ranks hold shares of already, or whose own layout is another one."""
     mesh = _mesh_of(model)
     if mesh is None:
         return
@@ -420,7 +419,6 @@ def build_engine(
 
 
 def _check_loss_function(function: Callable[..., Any], model: Any, plan: ParallelPlan, device: torch.device) -> None:
-    """Raises `ValueError` for a `compute_loss_func` whose loss microbatches can't add up."""
     cp_size = plan.modules[LANGUAGE_MODEL].cp_size
     if cp_size > 1:
         raise ValueError(
@@ -558,7 +556,6 @@ def _recomputation(
 
 
 def _check_same_plan(plan: ParallelPlan, world: World) -> None:
-    """Raises `ValueError` on every rank when the ranks were given different plans."""
     prints = world.all_gather(plan.fingerprint, "comparing the plans of the ranks")
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))
