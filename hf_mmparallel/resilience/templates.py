@@ -97,8 +97,12 @@ class TimedPipeline:
     slowest_ms: float  # a microbatch in the slowest stage: the pace of the pipeline
 
     def step_ms(self, num_microbatches: int) -> float:
-        """Time of a number of microbatches under 1F1B; 0 for none."""
-        return self.fill_ms + (num_microbatches - 1) * self.slowest_ms if num_microbatches else 0.0
+        return step_ms(self.fill_ms, self.slowest_ms, num_microbatches)
+
+
+def step_ms(fill_ms: float, slowest_ms: float, num_microbatches: int) -> float:
+    """Time of a number of microbatches in a pipeline under 1F1B; 0 for none."""
+    return fill_ms + (num_microbatches - 1) * slowest_ms if num_microbatches else 0.0
 
 
 @dataclass(frozen=True)
