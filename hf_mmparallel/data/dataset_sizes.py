@@ -69,8 +69,6 @@ _LABELS = ("labels", "label", "label_ids")
 
 @dataclass(frozen=True)
 class MeasuredSamples:
-    """Sizes of some samples of a dataset."""
-
     sizes: SampleSizes  # of the samples that were drawn, in tokens of the modules' layers
     num_samples: int  # of the whole split
     split: str  # name

@@ -225,7 +225,6 @@ class ImageShapes:
         return full, _Known("zeros", {}, names, pixels)
 
     def _blank(self, kind: str, sizes: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The entries for blank images of some sizes."""
         return dict(self._image_processor(_nested(sizes, BLANK[kind]), **kwargs))
 
 

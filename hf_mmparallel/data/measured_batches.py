@@ -36,8 +36,6 @@ class MeasuredShare:
 
 
 class _ShareReader(Dataset):
-    """Measures shares of global batches by a size source."""
-
     def __init__(
         self,
         source: Any,
@@ -149,8 +147,6 @@ class MeasuredBatchSampler(GlobalBatchSampler):
 
 
 class _Shares:
-    """The batch sampler of the loader that measures."""
-
     def __init__(self, global_batches: MeasuredBatchSampler):
         self.global_batches = global_batches
 

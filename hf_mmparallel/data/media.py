@@ -77,8 +77,6 @@ def innermost(collator: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """What a module sees of a dataset."""
-
     decodes: frozenset[str]  # the kinds of media columns that are decoded
     unused: frozenset[str]  # columns that are left out if they hold floating-point arrays
     reads_media: bool

@@ -45,7 +45,6 @@ def locate(
     value: Any,
     folder: str | None,  # of relative paths
 ) -> Any:
-    """A medium with its path in a folder."""
     if isinstance(value, (list, tuple)):  # frames of a video
         return [locate(frame, folder) for frame in value]
     if isinstance(value, Mapping) and value.get("bytes") is None and value.get("path") is not None:

@@ -194,8 +194,6 @@ class DatasetSizes:
 
 
 class StreamSizes:
-    """Sizes of the samples in the window of a stream."""
-
     is_table = False
 
     def __init__(

@@ -217,7 +217,6 @@ class _Collated:
         self.checksums: dict[int, set[int]] = {}
 
     def batch(self, reader: Reader, batch_indices: tuple[int, ...]) -> Mapping[str, Any]:
-        """The batch of some batch indices, collated by `reader`."""
         key = (id(reader), batch_indices)
         if key not in self.batches:
             samples = {batch_index: self.sample(reader.dataset, batch_index) for batch_index in batch_indices}

@@ -239,7 +239,6 @@ def names_to_save(spec: ModelSpec, buffers: Iterable[str] = ()) -> list[str]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that a state dict has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 

@@ -141,7 +141,6 @@ class LazyLogits(Tensor):
         raise AssertionError(f"{func} reads lazy logits that nothing has computed")
 
     def computed(self) -> Tensor:
-        """Returns the logits as a tensor of its own."""
         if self._computed is None:
             with torch.set_grad_enabled(self.requires_grad):
                 logits = self.head.logits(self.rows)
@@ -316,8 +315,6 @@ def cross_entropy(rows: Tensor, head: Head, steps: Sequence[Step], targets: Targ
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See [`cross_entropy`]."""
-
     @staticmethod
     def forward(
         ctx: Any,

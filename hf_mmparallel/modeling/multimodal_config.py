@@ -16,8 +16,6 @@ PROJECTOR_TYPES = ("linear", "mlp", "custom")
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings that a configuration holds as plain data."""
-
     table: ClassVar[str]  # the argument that has them, by module
 
     @classmethod

@@ -385,8 +385,6 @@ for _auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
 
 @dataclass(frozen=True)
 class UnimodalParts:
-    """The modules of which a model is composed."""
-
     encoders: dict[str, PreTrainedModel]
     projectors: dict[str, str | nn.Module]  # encoder -> `"linear"` or `"mlp"`, or the module
     decoder: PreTrainedModel  # the language model without its head

@@ -46,8 +46,6 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Settings of activation checkpointing."""
-
     every_n_layers: int = 1  # only layers whose index is divisible by it are recomputed
     offload: bool = False  # of modules that do not say it: keeps the saved inputs of layers in host memory
     # further arguments of `torch.utils.checkpoint.checkpoint`

@@ -99,8 +99,6 @@ def multiply(
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer whose weight gradient is a [`WeightGradient`]."""
-
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,

@@ -170,7 +170,6 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def placeholder_token(config: Any, modality: str) -> int | None:
-    """Returns the id of the placeholder token of one feature token of the modality."""
     return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
 
 

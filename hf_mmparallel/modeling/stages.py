@@ -320,7 +320,6 @@ class ModuleStage:
         return output, []
 
     def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
-        """Runs an encoder, or a generator."""
         outputs: dict[Any, Any] = {}
         sent: list[Tensor] = []
         group = inputs.get(TOKEN_GROUP)

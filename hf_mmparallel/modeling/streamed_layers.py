@@ -220,7 +220,6 @@ def aligned_bytes(parameter: torch.Tensor) -> int:
 
 
 def _views(buffer: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Returns the parameters of a layer as views of a buffer of bytes."""
     views, start = [], 0
     for parameter in parameters:
         values = local(parameter)

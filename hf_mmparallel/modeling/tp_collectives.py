@@ -269,8 +269,6 @@ summed_product.register_autograd(_gradients_of_operands, setup_context=_keep_ope
 
 
 class SumGradientsInGraph(torch.autograd.Function):
-    """[`SumGradients`] in a graph."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, group_name: str) -> Tensor:
         ctx.group_name = group_name

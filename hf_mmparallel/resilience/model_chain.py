@@ -178,7 +178,6 @@ def model_chain(
 
 
 def copies_of(layouts: Mapping[str, ModuleLayout]) -> int:
-    """Copies of the model in a pipeline."""
     return max((layout.dp_size for layout in layouts.values()), default=1)
 
 

@@ -109,8 +109,6 @@ class ClusterPlan(PlacedPlan):
 
 @dataclass(frozen=True, eq=False)
 class PipelinePlans:
-    """Makes plans of pipelines."""
-
     chain: ModelChain
     node_size: int  # ranks of a node
     num_microbatches: int  # of a global batch, of all pipelines

@@ -30,8 +30,6 @@ class PlacedPlan:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements of a parameter."""
-
     dim: int | None = None  # the dimension that is cut; `None` for all elements
     ranges: tuple[tuple[int, int], ...] = ()  # first index in that dimension and one past the last, of each block
     flat: tuple[int, int] | None = None  # of these elements, flattened, those that a rank updates under ZeRO
@@ -87,7 +85,6 @@ class Slice:
         return [self.in_blocks(parameter, other.dim, len(other.ranges), bounds) for bounds in pairwise(inside)]
 
     def num_elements(self, parameter: ParameterSpec) -> int:
-        """How many elements of a parameter these are."""
         if self.flat is not None:
             return self.flat[1] - self.flat[0]
         if self.dim is None:
@@ -199,7 +196,6 @@ def _kinds(values: Sequence[T]) -> tuple[list[T], list[int]]:
 
 
 def _shared_bytes(parts: frozenset[Part], wanted: frozenset[tuple[Part, int]]) -> int:
-    """Bytes of the wanted parts that are there."""
     return sum(num_bytes for part, num_bytes in wanted if part in parts)
 
 

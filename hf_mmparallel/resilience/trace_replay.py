@@ -35,8 +35,6 @@ class NodeEvents:
 
 @dataclass(frozen=True)
 class Trace:
-    """When nodes join and when they are lost."""
-
     events: tuple[NodeEvents, ...]  # in the order of time, one for each time
     end_s: float
 
@@ -207,7 +205,6 @@ class Replay:
         return (np.diff(done) * self.samples_per_step * num_windows / (self.end_s or 1.0)).tolist()
 
     def step_ends_s(self, stride: int) -> list[float]:
-        """The end of every `stride`-th step."""
         before, ends = 0, []
         for run in self.steps:
             numbers = range(stride - before % stride, run.count + 1, stride)
@@ -239,8 +236,6 @@ def replay_trace(trace: Trace, planner: ResilientPlanner, costs: EventCosts, sam
 
 @dataclass(eq=False)
 class _Job:
-    """A job while its trace is replayed."""
-
     planner: ResilientPlanner
     costs: EventCosts
     now_s: float = 0.0

@@ -141,15 +141,12 @@ def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _SentTensor(NamedTuple):
-    """A tensor that is sent separately."""
-
     shape: torch.Size
     dtype: torch.dtype
     sizes: tuple[int, ...]  # elements of each message
 
     @classmethod
     def of(cls, tensor: torch.Tensor, region: Region | None) -> _SentTensor:
-        """What is sent of a tensor, or of a region of it."""
         shape, part = (tensor.shape, tensor) if region is None else (region.shape(tensor), region.of(tensor))
         return cls(shape, tensor.dtype, tuple(rows.numel() for rows in _rows(part)))
 

@@ -305,8 +305,6 @@ def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) 
 
 
 class TaskHooks:
-    """What happens beside the computation in the tasks of this rank."""
-
     def __init__(self, by_stage: Mapping[StageKey, StagePasses | LastBackward] | None = None):
         self.by_stage = by_stage or {}
         self.runs: Mapping[str, Sequence[Run]] = {}  # encoder -> modalities that any rank encodes in this step

@@ -323,7 +323,6 @@ class FirstStepCheck:
         has_loss: bool,  # the loss is the model's own
         smooths: bool,
     ) -> FirstStepCheck:
-        """The check of what a rank holds."""
         rank, named = sharded.world.rank, dict(sharded.model.named_parameters())
 
         def held(name: str, ranks: tuple[int, ...]) -> LocalShard:

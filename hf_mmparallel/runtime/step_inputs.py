@@ -176,7 +176,6 @@ class StepInputs:
         self._on_device.pop(task.key, None)
 
     def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
-        """Returns [`~StepInputs.batch`] for the forward of a task."""
         batch = self.batch(task)
         words = batch.get(WORDS)
         if not isinstance(words, SequenceShard) or not has_input_grad:

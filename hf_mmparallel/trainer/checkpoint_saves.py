@@ -54,8 +54,6 @@ class BestCheckpoint(NamedTuple):
 
 
 class CheckpointSaves:
-    """Saves checkpoints, with `async_save` in the background."""
-
     def __init__(self, args: Any, world: World):
         self.args = args
         self.world = world

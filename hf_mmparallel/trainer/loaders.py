@@ -60,7 +60,6 @@ class TrainingLoader:
         return replace(self, run_planner=planner)
 
     def items_after(self, position: DataPosition) -> Iterator[Any]:
-        """The items of the loader's epoch after a position."""
         global_batches: Any = self.loader.batch_sampler
         epoch = global_batches.epoch
         drawn = position.num_samples if position.epoch == epoch else 0

@@ -293,7 +293,6 @@ def _bubble(ranks: Sequence[RankSteps], chosen: Sequence[int]) -> float:
 
 
 def _memory(ranks: Sequence[RankSteps], steps: Sequence[MeasuredStep]) -> MemoryPeak | None:
-    """The rank on which most memory was measured."""
     measured = [rank.memory_gib for rank in ranks]
     rank = int(np.argmax([gib or 0.0 for gib in measured]))
     gib = measured[rank]

@@ -164,7 +164,6 @@ def predict(
 
 
 def _arranged(planner: StepPlanner, batch: SampleSizes) -> PlannedStep:
-    """A global batch as it is arranged in training."""
     return planner.arrange(range(batch.num_samples), batch, planner.token_limits)
 
 

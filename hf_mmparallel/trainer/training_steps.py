@@ -320,7 +320,6 @@ class ModuleLosses:
         self._last_step = 0  # the last one that was logged
 
     def add(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds the mean losses of a step, or what a batch adds to them."""
         for name, loss in losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
 
