@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from hf_mmparallel.modeling import adapter
 from hf_mmparallel.trainer import argument_table
-from hf_mmparallel.trainer.argument_table import Differs, Refused, WithoutEffect
+from hf_mmparallel.trainer.argument_table import Refused, WithoutEffect
 
 NOT_LOOKED_AT = "not looked at"  # the argument is newer than the tables
 
@@ -32,6 +32,36 @@ AS_STOCK = {
     "dataloader_multiprocessing_context", "remove_unused_columns", "length_column_name", "skip_memory_metrics",
     "accelerator_config.use_configured_state",
 }  # fmt: skip
+# fields that a plan honours in a way of its own
+DIFFERS = {
+    "learning_rate": "That of modules without a `learning_rate` of their own; all follow one schedule.",
+    "weight_decay": "That of modules without a `weight_decay` of their own.",
+    "per_device_train_batch_size": "the mean number of samples in a microbatch of one replica of the language model",
+    "gradient_accumulation_steps": "microbatches take its place; it multiplies the global batch if "
+    "`global_batch_size` is not given",
+    "per_device_eval_batch_size": "the samples of a microbatch, as many of which are in flight as fill the "
+    "pipeline; losses are those of stock batches",
+    "label_smoothing_factor": "smooths the prediction of the next token with every model",
+    "activation_checkpointing": "all modules recompute their layers; `activation_checkpointing` of a module is "
+    "for one of them",
+    "gradient_checkpointing": "an older name of `activation_checkpointing`",
+    "gradient_checkpointing_kwargs": "an older name of `activation_checkpointing_kwargs`",
+    "torch_compile": "compiles the layers of each rank's stages; refused with `offload_activations` "
+    "and with split backwards",
+    "use_liger_kernel": "replaces layers of the whole model before it is divided; the loss stays the plan's",
+    "neftune_noise_alpha": "noise of each microbatch, seeded as dropout is and scaled by the length of its "
+    "rows, padded or packed; refused with `cp_size` of the language model above 1",
+    "use_cache": "steps keep no cache; the configuration that is saved has the value",
+    "seed": "dropout is seeded by step, module, stage and microbatch, reading and collating by epoch and samples",
+    "bf16_full_eval": "as stock, for good: training after an evaluation outside of training is refused",
+    "fp16_full_eval": "as stock, for good: training after an evaluation outside of training is refused",
+    "ignore_data_skip": "as stock; without it a run goes on after the samples, not the batches, that were used",
+    "dataloader_num_workers": "the workers of a rank read the samples of its modules",
+    "dataloader_prefetch_factor": "global batches that each worker reads ahead",
+    "ddp_backend": "that of the ranks' process groups",
+    "ddp_timeout": "that of all collectives, also on the CPU",
+    "accelerator_config.use_seedable_sampler": "as stock; with `False` rank 0 draws the order for all ranks",
+}
 # those that are there for training scripts and their parsers; no Trainer reads them
 FOR_SCRIPTS = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "local_rank")
 # arguments of `Trainer` that mean what they mean on one process
@@ -39,6 +69,11 @@ TRAINER_AS_STOCK = {
     "model", "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics",
     "callbacks", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
 }  # fmt: skip
+# arguments of `Trainer` that a plan honours in a way of its own
+TRAINER_DIFFERS = {
+    "compute_loss_func": "gets outputs with logits and labels alone, has to sum over target tokens and "
+    "divide by `num_items_in_batch`, and is refused with `cp_size` above 1",
+}
 # Settings of a LoRA adapter that hold in `peft_config` of a module and in a `PeftModel`
 LORA_AS_PEFT = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "r",
@@ -89,8 +124,8 @@ def treatment(name: str, entries: dict, as_stock: Iterable[str], for_scripts: It
         return which, f"{entry.reason[0].upper()}{entry.reason[1:]}. {entry.remedy}"
     if isinstance(entry, WithoutEffect):
         return "no effect; a warning says so", f"{entry.reason[0].upper()}{entry.reason[1:]}."
-    if isinstance(entry, Differs):
-        return "in its own way", f"{entry.how[0].upper()}{entry.how[1:]}."
+    if isinstance(entry, str):
+        return "in its own way", f"{entry[0].upper()}{entry[1:]}."
     if name in for_scripts:
         return "for scripts", "No Trainer reads it."
     return ("as stock" if name in as_stock else NOT_LOOKED_AT), ""
@@ -100,7 +135,7 @@ def training_arguments() -> str:
     """A row for each field of `TrainingArguments`, and of `accelerator_config` in it."""
     names = [field.name for field in fields(TrainingArguments) if field.name != "accelerator_config"]
     names += [f"accelerator_config.{field.name}" for field in fields(AcceleratorConfig)]
-    known = dict(argument_table.ARGUMENTS), AS_STOCK, FOR_SCRIPTS
+    known = {**argument_table.ARGUMENTS, **DIFFERS}, AS_STOCK, FOR_SCRIPTS
     return table(
         ("argument", "under a plan", "why, how, or what instead"),
         ([f"`{name}`", *treatment(name, *known)] for name in sorted(names)),
@@ -110,7 +145,7 @@ def training_arguments() -> str:
 def trainer_arguments() -> str:
     """A row for each argument of the Trainer."""
     names = list(inspect.signature(Trainer.__init__).parameters)[1:]
-    known = dict(argument_table.TRAINER_ARGUMENTS), TRAINER_AS_STOCK
+    known = {**argument_table.TRAINER_ARGUMENTS, **TRAINER_DIFFERS}, TRAINER_AS_STOCK
     return table(
         ("argument", "under a plan", "why, how, or what instead"),
         ([f"`{name}`", *treatment(name, *known)] for name in names),

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from policy_replay import Cause, Pace, Transition
 
+from hf_mmparallel.resilience.pipelines import Nodes, TooFewNodesError, without_nodes
 from hf_mmparallel.resilience.plan_choice import LEAST_GAIN
-from hf_mmparallel.resilience.reconfiguration import Nodes, TooFewNodesError, without_nodes
 from hf_mmparallel.resilience.templates import (
     Instantiation,
     LayerChain,

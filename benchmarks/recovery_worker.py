@@ -16,10 +16,10 @@ from typing import Any
 import counted_device
 import torch
 from chaos_worker import Deaths, Samples, collate, make_model
+from recovery_memory import recovery_memory
 from transformers import TrainerCallback
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
-from hf_mmparallel.resilience.state_copies import recovery_memory
 from hf_mmparallel.trainer.recovery import Recovery
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts
 

@@ -23,7 +23,6 @@ same kind of GPU may be combined. The Trainer reads the result as `layer_profile
 
 
 def add_calibrate_parser(commands: Any) -> None:
-    """Adds `calibrate` to the result of `ArgumentParser.add_subparsers`."""
     parser = commands.add_parser(
         "calibrate",
         help="correct costs by the logs of runs, for `--profile` of the other commands",
@@ -47,7 +46,6 @@ def add_calibrate_parser(commands: Any) -> None:
 
 
 def run_calibrate(args: argparse.Namespace) -> None:
-    """Runs `hf-mmparallel calibrate`; raises `ValueError` for logs that can't be used for a calibration."""
     from ..cost.calibration import Calibration, calibrate_logs, read_costs
     from ..planning.text import new_console
 

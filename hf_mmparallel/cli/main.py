@@ -79,7 +79,6 @@ A run with `resilience` is simulated, with its own plans after each loss and joi
 
 
 def add_plan_parser(commands: Any) -> None:
-    """Adds `plan` to the result of `ArgumentParser.add_subparsers`."""
     plan = commands.add_parser(
         "plan",
         help="find the best plan of a model, or predict a plan with given sizes",
@@ -150,7 +149,6 @@ def add_plan_parser(commands: Any) -> None:
 
 
 def add_simulate_parser(commands: Any) -> None:
-    """Adds `simulate` to the result of `ArgumentParser.add_subparsers`."""
     simulate = commands.add_parser(
         "simulate",
         help="replay one step of a saved plan, or a trace of failures",
@@ -171,7 +169,6 @@ def add_simulate_parser(commands: Any) -> None:
 
 
 def add_env_parser(commands: Any) -> None:
-    """Adds `env` to the result of `ArgumentParser.add_subparsers`."""
     env = commands.add_parser(
         "env", help="versions and devices, for bug reports", description="Prints versions and devices."
     )

@@ -40,10 +40,7 @@ ONE_PLAN_ONLY = ("effort", "explain", "compare", "what_if", "dry_run", "picture"
 
 
 def run_plan(args: argparse.Namespace, phases: Phases) -> None:
-    """
-    Runs `hf-mmparallel plan`, and says what it is doing; raises `ValueError`, with a remedy, for settings that
-    contradict each other or do not fit.
-    """
+    """Raises `ValueError`, with a remedy, for settings that contradict each other or do not fit."""
     if args.failures is None and args.nodes is not None:
         raise ValueError(f"`--nodes {args.nodes}` has no effect without `--failures`. Give both, or `--gpus`.")
     settings = Settings.of(args, **read_layout(args))
@@ -182,7 +179,6 @@ def baseline_plans(answer: Answer) -> Iterable[ComparedPlan]:
 
 
 def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bool) -> Table:
-    """Table with a row for the plan, and one for each baseline; with `explain` their layouts."""
     table = Table(title="Beside other methods", title_justify="left")
     for column in ("method", "step", "slower", "bubble", "GiB", "MFU"):
         right = column != "method"
@@ -207,7 +203,6 @@ def comparison_table(answer: Answer, others: Sequence[ComparedPlan], explain: bo
 
 
 def warn_of_memory(console: Console, answer: Answer) -> None:
-    """Prints a warning if a plan does not fit, without failing."""
     try:
         check_memory(answer)
     except ValueError as error:
@@ -215,7 +210,6 @@ def warn_of_memory(console: Console, answer: Answer) -> None:
 
 
 def dry_run_text(answer: Answer) -> str:
-    """The checks of a dry run, as text."""
     memory = f"memory was not checked, since {answer.settings.gpu_type} has no fixed size"
     if answer.settings.memory_gib is not None:
         memory = f"estimated memory fits the {answer.settings.memory_text}"
@@ -234,7 +228,6 @@ def write_files(
     comparison: Sequence[ComparedPlan] = (),
     what_ifs: WhatIfs = (),
 ) -> None:
-    """Writes the requested charts, page and figures."""
     if args.picture:
         gantt_png(answer.drawn, args.picture)
         console.print(f"Picture written to {args.picture}", highlight=False, soft_wrap=True)

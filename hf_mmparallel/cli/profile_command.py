@@ -35,7 +35,6 @@ WIDTH = 160
 
 
 def add_profile_parser(commands: Any) -> None:
-    """Adds `profile` to the result of `ArgumentParser.add_subparsers`."""
     parser = commands.add_parser(
         "profile",
         help="time the layers of a model on this machine, for `--profile` of the other commands",
@@ -69,7 +68,6 @@ def add_profile_parser(commands: Any) -> None:
 
 
 def run_profile(args: argparse.Namespace) -> None:
-    """Runs `hf-mmparallel profile`; raises `ValueError` for a device, lengths or a model that can't be measured."""
     import torch
     from rich.console import Console
 
@@ -174,9 +172,7 @@ def links_text(constants: Mapping[str, float]) -> str:
 
 
 def profile_table(module: str, layers: list[MeasuredLayer]) -> Table:
-    """
-    Returns a table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves.
-    """
+    """A table of a module's measurements: times at each chunk, coefficients and errors of the fitted curves."""
     from rich.table import Table
 
     chunks = sorted({(point.tokens, point.sequences) for layer in layers for point in layer.points})
@@ -219,7 +215,6 @@ def _chunk(tokens: int, sequences: int) -> str:
 
 
 def _label(layer: MeasuredLayer) -> str:
-    """`before`, or `LlamaDecoderLayer 0-31`."""
     return layer.kind if layer.kind in ("before", "after") else f"{layer.kind} {_ranges(layer.layers)}"
 
 
@@ -235,7 +230,6 @@ def _ranges(layers: tuple[int, ...]) -> str:
 
 
 def _name(source: str) -> str:
-    """Name of a model without its location on this machine."""
     path = Path(source)
     if not path.exists():
         return source
@@ -243,5 +237,4 @@ def _name(source: str) -> str:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """Integers separated by commas."""
     return tuple(positive(part.strip()) for part in text.split(","))

@@ -38,9 +38,7 @@ from .plan_command import warn_of_memory, write_files
 
 
 def run_simulate(args: argparse.Namespace, phases: Phases) -> None:
-    """
-    Runs `hf-mmparallel simulate`; raises `ValueError` for a file without a plan, and for a plan of another model.
-    """
+    """Raises `ValueError` for a file without a plan, and for a plan of another model."""
     if args.trace and args.trace.endswith(".csv"):
         raise ValueError(
             f"`--trace {args.trace}`: with a plan, the schedule is written to this file, as JSON. Leave the plan "
@@ -117,10 +115,7 @@ WITHOUT_PLAN = ("schedule", "microbatch_assignment", "html", "generator")
 
 
 def run_replay(args: argparse.Namespace) -> None:
-    """
-    Runs `hf-mmparallel simulate` without a plan; raises `ValueError` for a trace that can't be read, and for a cluster
-    that can't survive as many failures.
-    """
+    """Raises `ValueError` for a trace that can't be read, and a cluster that can't survive as many failures."""
     if args.model is None:
         raise ValueError("A trace of failures is replayed on a model. Give `--model`, or a plan to simulate a step.")
     for name in WITHOUT_PLAN:
@@ -160,7 +155,6 @@ def _trace(args: argparse.Namespace) -> Trace:
 
 
 def _event_costs(args: argparse.Namespace, settings: Settings, checkpoint_bytes: float) -> EventCosts:
-    """What events cost, by the arguments and the device's links."""
     device = settings.device
     if args.copy_gb_per_s is not None:
         rate = args.copy_gb_per_s / args.node_size
@@ -180,7 +174,6 @@ def _table(replay: Replay) -> Table:
 
 
 def _texts(trace: Trace, plans: SurvivingPlans, costs: EventCosts, checkpoint_bytes: float) -> list[tuple[str, str]]:
-    """What was replayed, and what was assumed."""
     planner, settings = plans.planner, plans.settings
     memory = "with any memory" if settings.memory_bytes is None else f"by predicted memory, {settings.memory_text}"
     rate = costs.device.message_bytes_per_ms(range(trace.most_nodes * planner.node_size)) / 1e6
@@ -203,7 +196,6 @@ def _texts(trace: Trace, plans: SurvivingPlans, costs: EventCosts, checkpoint_by
 
 
 def _write_files(console: Console, args: argparse.Namespace, trace: Trace, replay: Replay) -> None:
-    """Writes the requested picture and figures."""
     if args.picture:
         stride = -(-sum(run.count for run in replay.steps) // MAX_STEPS) or 1
         start_nodes = replay.changes[0].num_nodes if replay.changes else 0

@@ -100,7 +100,6 @@ class ArrangedBatchSampler(RankBatchSampler, Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is drawn next."""
         return self.global_batches.epoch
 
     def set_epoch(self, epoch: int) -> None:

@@ -126,7 +126,6 @@ def _file_of_error(error: BaseException) -> str | None:
 
 
 def _file_of_row(row: Any) -> str | None:
-    """The first few file names in a row."""
     files = list(dict.fromkeys(_files(row)))
     if not files:
         return None

@@ -286,14 +286,10 @@ class ChatCollator:
 
     @property
     def _rate(self) -> int:
-        """Samples per second of audio."""
         return getattr(self._media_processors.get("audio"), "sampling_rate", 16_000)
 
     def text_and_targets(self, chat: Chat, index: int) -> tuple[str, list[Span], str | None]:
-        """
-        The sample as text, the character spans of the assistant's answers, and the prompt alone of a sample in which
-        all that follows has loss.
-        """
+        """The text, the character spans of the assistant's answers, and the prompt of a sample that has one."""
         if chat.num_prompts is None:
             return *self._text_and_answers(chat, index), None
         prompt = chat.messages[: chat.num_prompts]
@@ -357,7 +353,6 @@ def _media_processors(processor: Any) -> dict[str, Any]:
 
 
 def _chat_template(processor: Any) -> str:
-    """The chat template of a processor or of its tokenizer."""
     for owner in (processor, getattr(processor, "tokenizer", None)):
         template = getattr(owner, "chat_template", None)
         if isinstance(template, Mapping):

@@ -218,7 +218,6 @@ def shard_row(
 
 
 def layer_costs(costs: CostModel, plan: ParallelPlan) -> ContextCosts:
-    """Costs of the mean layer of the language model on one rank."""
     module = costs.spec.language_model
     tp_size = plan.modules[LANGUAGE_MODEL].tp_size
     uses = [costs.spec.uses.get((LANGUAGE_MODEL, layer), ()) for layer in range(module.num_layers)]

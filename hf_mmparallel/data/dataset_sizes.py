@@ -69,8 +69,6 @@ _LABELS = ("labels", "label", "label_ids")
 
 @dataclass(frozen=True)
 class MeasuredSamples:
-    """Sizes of some samples of a dataset."""
-
     sizes: SampleSizes  # of the samples that were drawn, in tokens of the modules' layers
     num_samples: int  # of the whole split
     split: str  # name
@@ -155,7 +153,6 @@ def open_dataset(source: str, split: str | None = None) -> tuple[Any, str]:
 
 
 def _split(source: str, loaded: Any, split: str | None) -> tuple[Any, str]:
-    """A split of what was loaded, and its name."""
     from datasets import Dataset
 
     if isinstance(loaded, Dataset):
@@ -192,7 +189,6 @@ def _no_samples(source: str) -> str:
 
 
 def _load_processor(source: str, processor: Callable[[], Any] | None) -> Any:
-    """The processor for conversations."""
     reason = "none is given"
     if processor is not None:
         try:
@@ -219,7 +215,6 @@ def _limiting_processor(processor: Callable[[], Any] | None) -> Any:
 
 
 def _nothing_says(source: str, names: Sequence[str], processor: Any) -> str:
-    """Which columns a dataset lacks."""
     if processor is not None and not hasattr(processor, "apply_chat_template"):
         return (
             f"The samples of `{source}` are conversations or texts, and `{type(processor).__name__}` has no chat "

@@ -68,7 +68,6 @@ def fingerprint(
 
 
 def _arrangement(step: StepPlan) -> int:
-    """Checksum of the samples of a step and their microbatches."""
     digest = hashlib.blake2b(repr((step.epoch, list(step.microbatches))).encode(), digest_size=8)
     digest.update(np.array(step.samples, np.int64).tobytes())
     for replicas in step.microbatches.values():
@@ -135,7 +134,6 @@ def text_digest(sample: Any) -> int:
 
 
 def _sketch(value: Any) -> Any:
-    """A short byte representation of a value, equal in all processes for equal values."""
     if isinstance(value, Mapping):
         return {str(key): _sketch(item) for key, item in value.items()}
     if isinstance(value, (bytes, str)):
@@ -151,7 +149,6 @@ def _sketch(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """The parts of a sample that are equal wherever it is read; `None` for media, in files, decoded or left out."""
     if isinstance(value, Mapping):
         if "path" in value and _FILE_KEYS & value.keys():
             return None

@@ -20,8 +20,6 @@ from .bad_samples import BadSample, BadSampleError
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one global batch."""
-
     samples: tuple[int, ...]  # dataset indices in the sampler's order
     epoch: int = 0
     position: int = 0  # samples drawn in the epoch, including these
@@ -105,7 +103,6 @@ class GlobalBatchSampler:
         return global_batch if limits is None else replace(global_batch, token_limits=limits)
 
     def global_batches(self) -> Iterator[GlobalBatch]:
-        """The global batches of the epoch."""
         position = 0
         if self._resumed is not None and self._resumed[0] == self.epoch:
             _, position, num_batches = self._resumed
@@ -270,7 +267,6 @@ class DataPosition:
             return cls(**json.loads(path.read_text()))
 
     def save(self, folder: str | Path) -> None:
-        """Writes the position into a checkpoint."""
         (Path(folder) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
 
     def after(self, global_batch: GlobalBatch, global_batch_size: int) -> DataPosition:

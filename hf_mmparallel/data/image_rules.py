@@ -68,7 +68,6 @@ class ProcessedPatches:
     processor: Any
 
     def __call__(self, heights: NDArray, widths: NDArray) -> ImageTokens:
-        """See [`ImageRule`]."""
         sizes = zip(heights.tolist(), widths.tolist(), strict=True)
         tokens = np.array([self.processor.get_number_of_image_patches(*size) for size in sizes], dtype=np.int64)
         return ImageTokens(tokens, tokens.astype(float) ** 2, tokens // self.grid.merge_size**2)
@@ -80,10 +79,7 @@ def column_rules(
     spec: ModelSpec,
     processor: Any = None,  # without one nothing limits the sizes of images
 ) -> dict[str, ImageRule]:
-    """
-    Encoder -> the tokens of its images, where columns have their sides; raises `ValueError` for modules whose tokens
-    do not grow with the area of one image.
-    """
+    """Encoder -> the tokens of its images by their sides; raises `ValueError` where area does not tell them."""
     rules: dict[str, ImageRule] = {}
     named = {LANGUAGE_MODEL: columns} if isinstance(columns, str) else columns or {}
     for name, column in named.items():
@@ -153,5 +149,4 @@ def _tiles(model_type: str, height: int, width: int) -> Callable[[int, int], int
 
 
 def _named(name: str | None) -> Any:
-    """A class of transformers."""
     return None if name is None else getattr(transformers, name, None)

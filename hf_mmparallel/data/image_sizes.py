@@ -71,7 +71,6 @@ def _is_undecoded(value: Any) -> bool:
 
 
 def _is_elsewhere(value: Mapping[str, Any]) -> bool:
-    """Whether an undecoded image has to be fetched."""
     return value.get("bytes") is None and "://" in str(value["path"])
 
 
@@ -81,13 +80,11 @@ def _is_local(path: str) -> bool:
 
 
 def _opened(value: Mapping[str, Any]) -> ImageFile.ImageFile:
-    """An image file with its header read."""
     data = value.get("bytes")
     return Image.open(value["path"] if data is None else io.BytesIO(data))
 
 
 def _array_size(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Height and width of an array `(height, width)`, or with channels before or after them."""
     if len(shape) == 2:
         return shape[0], shape[1]
     if len(shape) != 3:
@@ -96,13 +93,11 @@ def _array_size(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """The EXIF orientation that the header gives."""
     # A PNG's own `getexif` decodes the image, to see what comes after its pixels.
     return Image.Image.getexif(image).get(ExifTags.Base.Orientation)
 
 
 def _upright_size(image: ImageFile.ImageFile) -> tuple[int, int]:
-    """Height and width after the rotation that EXIF data ask for."""
     if image.format == "TIFF":  # Pillow turns these by itself
         return image.height, image.width
     if image.format == "PNG" and _orientation_may_follow(image.fp):
@@ -204,7 +199,6 @@ class ImageShapes:
     preprocess = __call__
 
     def _run(self, sizes: Any, settings: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The entries for some sizes."""
         known, result = self._known.get(settings), None
         if known is not None:
             # sizes of another kind, such as of several images, may need more of a blank image
@@ -231,7 +225,6 @@ class ImageShapes:
         return full, _Known("zeros", {}, names, pixels)
 
     def _blank(self, kind: str, sizes: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The entries for blank images of some sizes."""
         return dict(self._image_processor(_nested(sizes, BLANK[kind]), **kwargs))
 
 
@@ -241,7 +234,6 @@ def _nested(value: Any, function: Callable[[Any], Any] = lambda leaf: leaf) -> A
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is in nested lists."""
     return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list) else [value]
 
 

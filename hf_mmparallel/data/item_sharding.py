@@ -85,7 +85,6 @@ class ItemSharding:
 
     @property
     def decided(self) -> list[NDArray]:
-        """What all ranks that know the chunk must have alike."""
         found = [tensor.numpy() for items in self.items.values() for tensor in (items.tokens, items.cp_ranks)]
         return [*found, np.array([self.by_tokens])]
 

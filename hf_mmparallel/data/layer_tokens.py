@@ -106,7 +106,6 @@ class _Probe:
         return samples, seen
 
     def sequence(self, sample: Any, seen: list[list[tuple[int, ...]]]) -> int | None:
-        """The length of sequences, if it is the same for all samples and for twice a sample."""
         # collators may modify samples
         _, twice = self.shapes([dict(sample) if isinstance(sample, Mapping) else sample for _ in range(2)])
         lengths = {shape[-2] for shapes in (*seen, twice) for shape in shapes}

@@ -266,7 +266,6 @@ def _item_sizes(config: Any, batch: Mapping[str, Any]) -> Iterator[tuple[str, Te
 
 
 def _check_rows_hold_samples(config: Any, model_class: type | None) -> None:
-    """Raises `ValueError` for models in which more than a mask keeps the samples of a row apart."""
     text = config.get_text_config()
     name = getattr(model_class, "__name__", type(config).__name__)
     recurrent = recurrent_kinds(text)
@@ -325,7 +324,6 @@ def _draws_unasked(model_class: type, text: Any) -> bool:
 
 
 def _source(function: Callable[..., Any] | None) -> str:
-    """The source of a function, nothing where Python has none."""
     try:
         return "" if function is None else inspect.getsource(inspect.unwrap(function))
     except (OSError, TypeError):

@@ -27,8 +27,6 @@ _WORKERS, _AHEAD = 2, 4  # measuring processes per rank, and global batches that
 
 @dataclass(frozen=True)
 class MeasuredShare:
-    """The measurements of one rank."""
-
     global_batch: GlobalBatch
     indices: tuple[int, ...]  # dataset indices of the samples that were measured
     sizes: SampleSizes | None  # `None` if there are none
@@ -38,8 +36,6 @@ class MeasuredShare:
 
 
 class _ShareReader(Dataset):
-    """Measures shares of global batches by a size source."""
-
     def __init__(
         self,
         source: Any,
@@ -151,8 +147,6 @@ class MeasuredBatchSampler(GlobalBatchSampler):
 
 
 class _Shares:
-    """The batch sampler of the loader that measures."""
-
     def __init__(self, global_batches: MeasuredBatchSampler):
         self.global_batches = global_batches
 

@@ -77,14 +77,11 @@ def innermost(collator: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _View:
-    """What a module sees of a dataset."""
-
     decodes: frozenset[str]  # the kinds of media columns that are decoded
     unused: frozenset[str]  # columns that are left out if they hold floating-point arrays
     reads_media: bool
 
     def of(self, dataset: Any) -> Any:
-        """The view; the dataset itself where there is nothing to leave out."""
         if isinstance(dataset, Subset):
             base = self.of(dataset.dataset)
             return dataset if base is dataset.dataset else Subset(base, dataset.indices)
@@ -145,7 +142,6 @@ def _is_floating(feature: Any) -> bool:
 
 
 def _is_number(feature: Any) -> bool:
-    """Whether a feature is of floating-point numbers."""
     return str(getattr(feature, "dtype", "")).startswith("float")
 
 

@@ -45,7 +45,6 @@ def locate(
     value: Any,
     folder: str | None,  # of relative paths
 ) -> Any:
-    """A medium with its path in a folder."""
     if isinstance(value, (list, tuple)):  # frames of a video
         return [locate(frame, folder) for frame in value]
     if isinstance(value, Mapping) and value.get("bytes") is None and value.get("path") is not None:
@@ -59,7 +58,6 @@ def locate(
 
 
 def read_image(value: Any, rate: int | None = None) -> Any:
-    """An image for a processor."""
     return load_image(value, timeout=_SECONDS) if isinstance(value, str) else decode_image(value)
 
 
@@ -156,7 +154,6 @@ def _check_file(value: str) -> None:
 
 
 def _bytes_of(value: Any) -> bytes | None:
-    """The bytes of a file in a mapping or a data URL."""
     if isinstance(value, Mapping):
         return value.get("bytes")
     return base64.b64decode(value.split(",", 1)[1]) if isinstance(value, str) and value.startswith("data:") else None

@@ -125,7 +125,6 @@ class PackingCollator:
         return self.pack(self.collator(samples))
 
     def pack(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Packs a padded batch with `input_ids` and `attention_mask` of shape `(batch, length)`."""
         real = real_tokens(batch)
         self._check_lengths(real.sum(-1).tolist())
         fields = {name: value for name, value in batch.items() if name != "attention_mask"}
@@ -163,7 +162,6 @@ class PackingCollator:
         return functional.pad(row, (0, 0) * after + (0, missing), value=fill)
 
     def _padded(self, length: int) -> int:
-        """Length of a row with a number of tokens, after padding."""
         step = self.pad_to_multiple_of or 1
         return -(-length // step) * step
 
@@ -174,7 +172,6 @@ class PackingCollator:
         return 0
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
-        """Raises `ValueError` for a sample without tokens, and for a row over the budget."""
         if not all(lengths):
             raise ValueError(
                 f"Sample {lengths.index(0)} of the batch has no tokens that its `attention_mask` counts. Filter the "
@@ -196,7 +193,6 @@ class PackingCollator:
             )
 
     def _check_attention(self) -> None:
-        """Raises `ValueError` unless the language model has the attention function that reads words."""
         text = self.config.get_text_config()
         chosen = getattr(text, "_attn_implementation", None)
         if chosen == ATTENTION:
@@ -211,17 +207,10 @@ class PackingCollator:
         )
 
 
-def unpack(row: Tensor, words: Tensor, fill: float = IGNORE_INDEX) -> Tensor:
+def unpack(row: Tensor, words: Tensor) -> Tensor:
     """
-    The samples of packed rows as a padded batch.
-
-    Args:
-        row (`torch.Tensor` of shape `(rows, length, ...)`): Values of tokens, such as logits or labels.
-        words (`torch.Tensor` of shape `(rows, length)`): The rows' `attention_words`.
-        fill (`float`, *optional*, defaults to -100): Value of the padding.
-
-    Returns:
-        `torch.Tensor` of shape `(samples, longest sample, ...)`: The samples in order, padded on the right.
+    The samples of packed rows `(rows, length, ...)`, such as logits or labels, by the rows' `attention_words`, as a
+    batch `(samples, longest sample, ...)` in order, padded with -100 on the right.
     """
     segments = decode_words(words).segment
     pieces = [
@@ -229,7 +218,7 @@ def unpack(row: Tensor, words: Tensor, fill: float = IGNORE_INDEX) -> Tensor:
         for values, own in zip(row, segments, strict=True)
         for number in range(1, int(own.max()) + 1)
     ]
-    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=fill)
+    return torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True, padding_value=IGNORE_INDEX)
 
 
 def _words_by_sample(words: Tensor) -> Tensor:
@@ -254,9 +243,7 @@ class RowChoice:
 
 
 def row_choice(packing: bool | None, model: Any, spec: ModelSpec, collator: Any) -> RowChoice:
-    """
-    Decides how rows are made under a plan: packed by default wherever the model, with its attention set, allows it.
-    """
+    """Decides how rows are made under a plan: packed by default wherever the model allows it."""
     if isinstance(collator, PackingCollator):
         return RowChoice(True, "the data collator does")
     if packing is not None:

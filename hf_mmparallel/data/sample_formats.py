@@ -21,8 +21,6 @@ _ROLES = {
 
 @dataclass(frozen=True)
 class SampleFormat:
-    """A format of samples."""
-
     name: str
     columns: tuple[str, ...]  # that a sample has
     turns: tuple[str, ...]  # those of them that hold its text or messages, in their order
@@ -41,8 +39,6 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A sample of any format."""
-
     # `content` is in parts, of which those of media have their type alone; texts that no template renders lack `role`
     messages: list[dict[str, Any]]
     media: dict[str, list[Any]]  # kind -> values in the order of their parts
@@ -56,10 +52,7 @@ class Chat:
 
 
 def find_formats(columns: Iterable[str], formats: Sequence[SampleFormat] = FORMATS) -> list[SampleFormat]:
-    """
-    The formats of samples with some columns: the first is that of a sample that fills all of them, the others are
-    those of samples in which some are empty.
-    """
+    """The formats of samples with some columns; the first is that of a sample that fills all of them."""
     present, found = set(columns), []
     for one in formats:
         if present.issuperset(one.columns) and not any(set(one.turns) == set(other.turns) for other in found):
@@ -68,7 +61,6 @@ def find_formats(columns: Iterable[str], formats: Sequence[SampleFormat] = FORMA
 
 
 def known_formats(formats: Sequence[SampleFormat] = FORMATS) -> str:
-    """The columns of formats, for an error."""
     return ", ".join(" with ".join(f"`{name}`" for name in one.columns) for one in formats)
 
 
@@ -167,7 +159,6 @@ def _turns(value: Any, where: str, one: SampleFormat) -> list[dict[str, Any]]:
 
 
 def _given(sample: Mapping[str, Any], kind: str, columns: Sequence[str], name: str) -> list[Any]:
-    """The media of one kind in the columns of a sample."""
     filled = {column: sample[column] for column in columns if sample.get(column) is not None}
     if len(filled) > 1:
         raise ValueError(f"There are {kind}s in both {list(filled)} of {name}. Remove one of these columns.")
@@ -222,7 +213,6 @@ def _kind(part: Mapping[str, Any]) -> str:
 
 
 def _medium(part: Mapping[str, Any], kind: str) -> Any:
-    """The medium that a part has, if any."""
     value = next((part[key] for key in (kind, f"{kind}_url", "url", "path", "base64") if key in part), None)
     return value["url"] if isinstance(value, Mapping) and "url" in value else value
 
@@ -236,5 +226,4 @@ def _template_options(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _listed(kinds: Collection[str]) -> str:
-    """What a processor takes, for an error."""
     return " and ".join(["text", *kinds])

@@ -179,8 +179,6 @@ class _Reader:
 
 
 class _StoredReader(_Reader):
-    """Measures samples of a view with Arrow rows, without decoding media."""
-
     def sample(self, index: int) -> Any:
         return stored_rows(self.dataset[index])[0]
 

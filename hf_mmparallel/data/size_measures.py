@@ -39,13 +39,11 @@ class Ragged:
 
     @classmethod
     def of_arrow(cls, array: Any) -> Ragged:
-        """From an Arrow array of lists or of single values; nothing is an empty list."""
         if not _is_list(array.type):
             return cls(np.asarray(array.drop_null()), np.asarray(array.is_valid()).astype(np.int64))
         return cls(np.asarray(array.flatten()), _list_lengths(array))
 
     def to_arrow(self) -> Any:
-        """As an Arrow array of lists."""
         import pyarrow as pa
 
         offsets = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
@@ -53,7 +51,6 @@ class Ragged:
 
     @property
     def rows(self) -> np.ndarray:
-        """The sample of each value."""
         return np.repeat(np.arange(len(self.counts)), self.counts)
 
     def where(self, kept: np.ndarray) -> Ragged:
@@ -62,7 +59,6 @@ class Ragged:
         return Ragged(self.values[kept], np.diff(before[np.concatenate([[0], np.cumsum(self.counts)])]))
 
     def lists(self) -> list[list[int]]:
-        """The values of each sample."""
         values, ends = self.values.tolist(), np.cumsum(self.counts).tolist()
         return [values[end - count : end] for end, count in zip(ends, self.counts.tolist(), strict=True)]
 
@@ -83,7 +79,6 @@ class SampleMeasure:
     counts_rows: ClassVar[bool] = False  # lengths in encoders are rows of features, not tokens of the layers
 
     def reads(self, present: Sequence[str]) -> list[str]:
-        """The columns that it reads."""
         return list(present)
 
     def __call__(self, sample: Any) -> Lengths:
@@ -106,10 +101,7 @@ def _attempt(function: Callable[[Any], Any], read: Callable[[int], Any], index: 
 
 
 class ColumnMeasure(SampleMeasure):
-    """
-    Lengths from columns with a number or a list of them, or from columns with the sides of images; modules without one
-    count one token for each sample.
-    """
+    """Lengths from columns of numbers or sides of images; a module without one counts one token for each sample."""
 
     def __init__(
         self,
@@ -149,7 +141,6 @@ class ColumnMeasure(SampleMeasure):
         return {name: lengths.values.tolist() for name, lengths in found.items()}
 
     def of_table(self, table: Any) -> dict[str, Ragged]:
-        """Lengths of all rows of an Arrow table."""
         columns = {name: Ragged.of_arrow(table[name].combine_chunks()) for name in self.reads(table.column_names)}
         return self._lengths(
             {
@@ -188,8 +179,6 @@ class ColumnMeasure(SampleMeasure):
 
 @dataclass(frozen=True)
 class FunctionMeasure(SampleMeasure):
-    """Lengths from a user's function."""
-
     # sample -> module -> its tokens, or one number for each of its sequences; encoders left out have nothing to do
     function: Callable[[Any], Mapping[str, Any]]
     modules: tuple[str, ...]  # all modules of the model
@@ -254,7 +243,6 @@ class TokenMeasure(SampleMeasure):
 
     @property
     def _prefixes(self) -> tuple[str, ...]:
-        """What the names of the items' extents begin with."""
         return tuple(f"{modality}_" for own in self.placeholders.values() for modality, _ in own)
 
     def reads(self, present: Sequence[str]) -> list[str]:
@@ -265,7 +253,6 @@ class TokenMeasure(SampleMeasure):
         return self.count([sample])[0]
 
     def count(self, samples: Sequence[Mapping[str, Any]]) -> list[Lengths]:
-        """Lengths of several samples."""
         return self._of_rows([self._row(sample) for sample in samples])
 
     def together(self, read: Callable[[int], Any], indices: Sequence[int]) -> list[Lengths | Exception]:

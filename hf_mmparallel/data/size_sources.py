@@ -69,7 +69,6 @@ class KnownSizes:
         )
 
     def put(self, indices: Any, sizes: SampleSizes) -> None:
-        """Stores sizes of samples, whose indices are a list or a slice."""
         for name in self.sizes.tokens:
             self.sizes.tokens[name][indices] = sizes.tokens[name]
             self.sizes.squares[name][indices] = sizes.squares[name]
@@ -106,8 +105,6 @@ def measurable(
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset that is measured in one way."""
-
     num_samples: int
     counts_rows: bool  # lengths in encoders are rows of features
     lengths: Mapping[str, Ragged] | None = None  # of all samples, if they were measured in advance
@@ -197,8 +194,6 @@ class DatasetSizes:
 
 
 class StreamSizes:
-    """Sizes of the samples in the window of a stream."""
-
     is_table = False
 
     def __init__(
@@ -240,5 +235,4 @@ class StreamSizes:
         return StreamSizes(window, self.choose, self.modules, self.counts_rows, self.layers)
 
     def with_layers(self, layers: Mapping[str, LayerTokens]) -> StreamSizes:
-        """The same in tokens of the encoders' layers."""
         return StreamSizes(self.window, self.choose, self.modules, True, layers) if self.counts_rows else self

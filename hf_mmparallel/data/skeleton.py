@@ -75,13 +75,8 @@ _MOST = 1 << 22  # elements of a parameter that gets values of its own
 def frames_are_apart(skeleton: Any, module: str, grid: Tensor, width: int) -> bool:
     """
     Whether an encoder that packs its items computes each frame of a video as if it were alone: two frames of the same
-    patches enter its layers alike, attend to themselves only, and have twice the features of one.
-
-    Args:
-        skeleton: Of [`make_skeleton`]; its small parameters are changed.
-        module (`str`): The encoder.
-        grid (`torch.Tensor` of shape `(1, 3)`): Extent of one frame.
-        width (`int`): Values of a patch.
+    patches, of extent `grid` `(1, 3)` and `width` values, enter its layers alike, attend to themselves only, and have
+    twice the features of one. Small parameters of the skeleton are changed.
     """
     part = module_parts(skeleton)[module]
     modality, num_patches = part.modalities[0], int(grid.prod())

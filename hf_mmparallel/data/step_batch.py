@@ -184,5 +184,4 @@ class UnreadableBatch:
 
 
 def _unpacked(kind: type[T], *packed: Any) -> T:
-    """Unpickles a batch."""
     return kind(**unpack(packed))

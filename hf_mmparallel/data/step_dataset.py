@@ -55,10 +55,7 @@ class RankInputs:
         }
 
     def shared_chunks(self, step: StepPlan) -> dict[ChunkKey, tuple[int, ...]]:
-        """
-        (module, replica, microbatch, chunk) -> batch indices, of the chunks that cp ranks share and whose distribution
-        this rank needs: those that it computes, and those with which it exchanges features.
-        """
+        """Chunks, as in `chunks`, that cp ranks share and this rank computes or exchanges features with."""
         mine: dict[str, set[int]] = {}
         for module, replica, _ in self.plan.stages_of_rank(self.rank):
             mine.setdefault(module, set()).update(*step.microbatches[module][replica])
@@ -185,7 +182,6 @@ class StepDataset(Dataset):
         }
 
     def read(self, step: StepPlan) -> StepData:
-        """Reads the inputs of this rank for a step."""
         collated = _Collated(self, step)
         batches = {}
         for key, batch_indices in self.inputs.chunks(step).items():
@@ -221,7 +217,6 @@ class _Collated:
         self.checksums: dict[int, set[int]] = {}
 
     def batch(self, reader: Reader, batch_indices: tuple[int, ...]) -> Mapping[str, Any]:
-        """The batch of some batch indices, collated by `reader`."""
         key = (id(reader), batch_indices)
         if key not in self.batches:
             samples = {batch_index: self.sample(reader.dataset, batch_index) for batch_index in batch_indices}
@@ -277,5 +272,4 @@ class _Collated:
 
 
 def as_is(batch: Any) -> Any:
-    """The collate function of a loader whose dataset collates."""
     return batch

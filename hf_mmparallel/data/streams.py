@@ -155,7 +155,6 @@ class StreamView:
         return self.window.decode({name: row[name] for name in row if name in self.features}, self.features)
 
     def stored(self, position: int) -> Any:
-        """The sample at a position of the window as it is stored."""
         return self.window.stored(position)
 
 
@@ -173,7 +172,6 @@ class StreamSampler:
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is read in order."""
     return isinstance(dataset, IterableDataset)
 
 

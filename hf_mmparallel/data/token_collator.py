@@ -37,9 +37,6 @@ class PretokenizedCollator:
             Padding of `input_ids`; labels are padded with -100, other token fields with 0.
         padding_side (`str`, *optional*, defaults to `"right"`): `"right"` or `"left"`.
         pad_to_multiple_of (`int`, *optional*): Pads the length up to a multiple of this.
-        stacked (`Collection[str]`, *optional*):
-            Names of arrays that are stacked rather than concatenated, such as `pixel_values` of shape `[channels,
-            height, width]`.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class PretokenizedCollator:
         pad_token_id: int = 0,
         padding_side: Literal["right", "left"] = "right",
         pad_to_multiple_of: int | None = None,
-        stacked: Collection[str] = (),
     ):
         if padding_side not in ("right", "left"):
             raise ValueError(f"`padding_side={padding_side!r}` is not known. Use 'right' or 'left'.")
@@ -56,7 +52,7 @@ class PretokenizedCollator:
         self.pad_token_id = pad_token_id
         self.padding_side = padding_side
         self.pad_to_multiple_of = pad_to_multiple_of
-        self.stacked = frozenset(stacked)
+        self.stacked: frozenset[str] = frozenset()  # names of arrays that are not concatenated
         self.decodes: frozenset[str] = frozenset()
         self._left_out: Collection[str] | None = ()
 
@@ -107,7 +103,6 @@ class PretokenizedCollator:
         return batch
 
     def _pad(self, name: str, samples: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Pads one token field."""
         lengths = [sample["input_ids"].shape[-1] for sample in samples]
         longest = max(lengths)
         if self.pad_to_multiple_of is not None:

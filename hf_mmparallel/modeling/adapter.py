@@ -119,7 +119,6 @@ def _parse(module: str, config: Any) -> Any:
 
 
 def _check_common(configs: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for settings that differ between modules but are common to the whole adapter."""
     (first, config), *others = configs.items()
     for name, other in others:
         for field in fields(config):
@@ -132,7 +131,6 @@ def _check_common(configs: Mapping[str, Any]) -> None:
 
 
 def _layers(model: Any, spec: ModelSpec, module: str) -> set[str]:
-    """Returns names of a module's layers that have parameters, also ones that belong to another layer first."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     own = {p.name for p in spec.modules[module].parameters}
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] in own]
@@ -204,7 +202,6 @@ def adapter_folder(folder: str | Path, adapter: Adapter) -> Path:
 
 
 def adapter_names(names: Iterable[str]) -> set[str]:
-    """Picks the adapters' parameters among some names, by the rule of `peft`'s files."""
     return {name for name in names if ".lora_" in name}
 
 
@@ -235,17 +232,13 @@ def modules_to_save(spec: ModelSpec, adapters: set[str]) -> list[str]:
 
 
 def names_to_save(spec: ModelSpec, buffers: Iterable[str] = ()) -> list[str]:
-    """
-    Names all tensors in an adapter folder: adapters, and of the parameters and some persistent buffers those of
-    [`modules_to_save`].
-    """
+    """Names all tensors in an adapter folder: adapters, and those of [`modules_to_save`]."""
     adapters = adapter_names(spec.parameters)
     prefixes = tuple(name + "." for name in modules_to_save(spec, adapters))
     return [name for name in (*spec.parameters, *buffers) if name in adapters or name.startswith(prefixes)]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers that a state dict has."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}
 
@@ -264,7 +257,6 @@ def resized_embeddings(model: Any, spec: ModelSpec) -> list[str]:
 
 
 def saved_config(model: Any, spec: ModelSpec, adapter: Adapter) -> Any:
-    """Returns the `LoraConfig` that is saved with adapters, with `modules_to_save`."""
     saved = copy.deepcopy(adapter.config)
     saved.inference_mode = True
     saved.modules_to_save = modules_to_save(spec, adapter_names(spec.parameters)) or None
@@ -321,7 +313,6 @@ def wrap_with_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) 
 
 
 def is_peft_model(model: Any) -> bool:
-    """Returns whether a model is a `PeftModel` or has layers with adapters."""
     if not is_peft_available():
         return False
     from peft import PeftMixedModel, PeftModel
@@ -399,7 +390,6 @@ def _only_adapter(model: Any) -> tuple[Any, str]:
 
 
 def _check_layers(base: Any, name: str, config: Any) -> None:
-    """Raises `ValueError` for settings and layers that are only correct within the whole `PeftModel`."""
     for setting, (reason, remedy) in REFUSED_WHEN_GIVEN.items():
         value = getattr(config, setting, None)
         if value and value != "none":
@@ -435,7 +425,6 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
 
 
 def _name_of(variant: Any) -> str:
-    """Returns the class name of a LoRA variant, which `peft` stores as a class or as an instance."""
     return (variant if isinstance(variant, type) else type(variant)).__name__
 
 

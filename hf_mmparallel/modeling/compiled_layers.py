@@ -34,16 +34,12 @@ _NO_ONE_GRAPH = (exc.Unsupported, exc.UserError, exc.UncapturedHigherOrderOpErro
 
 @dataclass(frozen=True)
 class Compilation:
-    """Settings of `torch.compile`."""
-
     backend: str = "inductor"
     mode: str | None = None
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """The modules of a layer."""
-
     modules: list[nn.Module]
     parallel: list[nn.Module]  # linear layers that a tp group shares
     distributed: str | None  # the class of one that computes on `DTensor`s, whose meshes no graph can save
@@ -110,7 +106,6 @@ def compile_layers(layers: Iterable[nn.Module], compilation: Compilation) -> Non
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Returns whether `compile_layers` has had a layer."""
     return getattr(layer, "is_compiled", False)
 
 

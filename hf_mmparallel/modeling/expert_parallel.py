@@ -199,10 +199,7 @@ class ExpertLoad:
 
 
 def load_excess(counts: Tensor) -> float | None:
-    """
-    Returns how much more the busiest expert of a layer has than the mean one, the mean over the layers of
-    [`ExpertLoad`] that have any; `None` if none has.
-    """
+    """How much more the busiest expert of a layer has than the mean one, on average; `None` without tokens."""
     counts = counts[counts.sum(1) > 0]
     return float((counts.amax(1) / counts.mean(1)).mean() - 1) if len(counts) else None
 

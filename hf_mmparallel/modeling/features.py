@@ -63,7 +63,6 @@ def number_in_config(config: Any, *names: str) -> int | None:
 
 
 def required_arguments(encoder: nn.Module) -> list[str]:
-    """Lists the arguments of a forward that have no default."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(encoder.forward).parameters.items()
     return [name for name, p in parameters if p.kind in kinds and p.default is inspect.Parameter.empty]
@@ -152,9 +151,7 @@ def _sample_numbers(inputs: Mapping[str, Any]) -> tuple[Tensor, int]:
 
 
 def count_feature_tokens(inputs: Mapping[str, Any], placeholders: Mapping[str, int]) -> dict[str, list[int]]:
-    """
-    Counts feature tokens, which are as many as placeholder tokens: modality -> count of each sample, in order.
-    """
+    """Modality -> placeholder tokens, which features are as many as, of each sample in order."""
     samples, num_samples = _sample_numbers(inputs)
     ids = inputs["input_ids"].reshape(samples.shape)
     return {

@@ -103,7 +103,6 @@ class Generator(nn.Module):
 
 
 def text_config_act(config: Any) -> str:
-    """The activation of a language model's feed-forward layers."""
     return getattr(config, "hidden_act", None) or getattr(config, "activation_function", None) or "gelu"
 
 
@@ -136,7 +135,6 @@ class CodeGenerator(Generator):
         return torch.zeros(num_items, self.settings.num_tokens, self.settings.num_codebooks, dtype=torch.int64)
 
     def logits(self, condition: Tensor) -> Tensor:
-        """Logits of the codes of some items, `(items, num_tokens, num_codebooks, num_codes)`."""
         hidden = self.tower(inputs_embeds=condition, **self._options).last_hidden_state
         return self.head(hidden).unflatten(-1, (self.settings.num_codebooks, -1))
 
@@ -342,7 +340,6 @@ def _load_folder(value: str, dtype: torch.dtype | None, options: dict[str, Any])
 
 
 def build_generator(config: MultimodalConfig, name: str, tower: Any = None) -> Generator:
-    """Builds a generator, with new weights where no tower is given."""
     settings, tower_config = config.generator_setting(name), config.generator_configs[name]
     if isinstance(tower_config, PreTrainedConfig):
         return CodeGenerator(name, settings, tower or AutoModel.from_config(tower_config), config.text_config)

@@ -128,10 +128,7 @@ class KnownOnHost(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _sent(self, index: Any) -> Any:
-        """
-        Returns an index on the device. Positions stand for a mask that the host knows, since the device would have to
-        tell how many it selects.
-        """
+        """An index on the device, of positions for a mask that the host knows, which need not be counted there."""
         parts: list[Any] = []
         for part in index if isinstance(index, tuple) else (index,):
             on_host = part if not isinstance(part, Tensor) or part.device.type == "cpu" else known_values(part)
@@ -145,7 +142,6 @@ class KnownOnHost(TorchFunctionMode):
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors among arguments, also in sequences of them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -55,8 +55,6 @@ def return_lazy_logits(layer: nn.Linear, group: dist.ProcessGroup | None = None)
 
 @dataclass(frozen=True)
 class _Cast:
-    """A cast of logits."""
-
     dtype: torch.dtype
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -143,7 +141,6 @@ class LazyLogits(Tensor):
         raise AssertionError(f"{func} reads lazy logits that nothing has computed")
 
     def computed(self) -> Tensor:
-        """Returns the logits as a tensor of its own."""
         if self._computed is None:
             with torch.set_grad_enabled(self.requires_grad):
                 logits = self.head.logits(self.rows)
@@ -271,7 +268,6 @@ class Head:
 
     @property
     def cast(self) -> Head:
-        """The same with weights in the dtype of the product."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return replace(self, weight=self.weight.to(self.dtype), bias=bias)
 
@@ -319,8 +315,6 @@ def cross_entropy(rows: Tensor, head: Head, steps: Sequence[Step], targets: Targ
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See [`cross_entropy`]."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -128,9 +128,7 @@ class CheckpointReader:
         self._opened.close()
 
     def _renamed(self, key: str, expected: Any) -> tuple[str, Any]:
-        """
-        Returns the parameter that a key is part of, and its converter from several keys, or into several parameters.
-        """
+        """The parameter that a key is part of, and its converter if several keys or parameters belong together."""
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [entry for entry in self._conversions if isinstance(entry, WeightRenaming)]
@@ -193,7 +191,6 @@ class CheckpointReader:
                 give_own_memory(home[attribute])
 
     def _check_shapes(self, slices: dict[str, Any]) -> None:
-        """Refuses tensors without the shape of the whole parameter, which a shard might not show."""
         from transformers.core_model_loading import dot_natural_key
 
         expected = self.model.state_dict()
@@ -207,7 +204,6 @@ class CheckpointReader:
 
 
 def _cut_as(value: torch.Tensor, blank: DTensor) -> DTensor:
-    """The shard of this rank of a whole tensor, in the layout of one without memory."""
     return distribute_tensor(value, blank.device_mesh, blank.placements, src_data_rank=None)
 
 
@@ -220,7 +216,6 @@ def _stacks(converter: Any) -> bool:
 
 
 def _check_unquantized(config: Any, source: str) -> None:
-    """Refuses quantized weights, of which a tensor is spread over several keys or has scales beside it."""
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"The weights in `{source}` are quantized (`quantization_config`), so a rank can't read its part of them. "
@@ -230,7 +225,6 @@ def _check_unquantized(config: Any, source: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hides the progress bar of transformers' loader."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()
@@ -431,10 +425,7 @@ def _initialize_adapters(model: nn.Module, device: torch.device | str) -> None:
 
 
 def check_equal_models(model: nn.Module, world: World) -> None:
-    """
-    Compares the hashes of a live model's parameters and buffers over all ranks; raises `ValueError` on every rank,
-    with the first parameter that differs and the ranks.
-    """
+    """Raises `ValueError` on every rank, with the first difference, unless all have the same live model."""
     hashes = {name: _hash(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     whole = hashlib.blake2b(repr(list(hashes.items())).encode(), digest_size=16).hexdigest()
     if len(set(world.all_gather(whole, "comparing the models of the ranks"))) == 1:
@@ -455,7 +446,6 @@ def check_equal_models(model: nn.Module, world: World) -> None:
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    """Hashes a tensor's dtype, shape and bytes."""
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     if not tensor.is_meta:
         flat = tensor.detach().cpu().contiguous().flatten()

@@ -19,7 +19,6 @@ IGNORE_INDEX = -100
 
 
 def num_target_tokens(batch: Mapping[str, Any]) -> int:
-    """Counts the target tokens of a batch, which has `labels` or `shift_labels`, or neither."""
     shifted, labels = batch.get("shift_labels"), batch.get("labels")
     if shifted is None and labels is None:
         return 0
@@ -79,10 +78,7 @@ def check_given_loss(function: Callable[..., Tensor], num_words: int, device: to
 
 
 def of_targets(logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
-    """
-    Returns the logits `[targets, vocabulary]` and the words `[targets]` of the target tokens; with `shifted`, a label
-    is already the target of its own position of the logits (`shift_labels`).
-    """
+    """The logits `[targets, vocabulary]` and the words `[targets]` of the target tokens."""
     targets = labels if shifted else nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
     tokens = (targets.flatten() != IGNORE_INDEX).nonzero().flatten()
     targets, tokens = to_device((targets.flatten()[tokens], tokens), logits.device)

@@ -194,7 +194,6 @@ class EncoderInputs:
         return {self.entries[key][1] if key in self.names(encoder) else key: value for key, value in inputs.items()}
 
     def _check_language_model_input(self, key: str) -> None:
-        """Raises `ValueError` for an entry that is meant for an encoder but has a wrong name."""
         for name in self.mains:
             if key in self.shared or key.startswith(name + "_"):
                 known = [entry for encoder in self.mains for entry in self.names(encoder)]
@@ -203,14 +202,12 @@ class EncoderInputs:
 
 
 def _num_items(value: Any) -> int:
-    """Returns the length of an input, 0 for `None`."""
     if value is None:
         return 0
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else len(value)
 
 
 def build_encoder(config: MultimodalConfig, name: str) -> PreTrainedModel:
-    """Builds an encoder with new weights, of the class in its settings."""
     encoder_config, model_class = config.encoder_configs[name], config.settings(name).model_class
     default = AutoModel._model_mapping.get(type(encoder_config), None)
     candidates = default if isinstance(default, (list, tuple)) else [default]
@@ -405,7 +402,6 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
         return self.language_model(inputs_embeds=merged, **{CACHE: cache}, **inputs, **rest)
 
     def _check_encoder_outputs(self, outputs: Mapping[str, Any], encoder_inputs: Mapping[str, Any]) -> None:
-        """Refuses outputs of unknown encoders, and of encoders that also have inputs."""
         for name in outputs:
             if name not in self.encoders:
                 raise ValueError(
@@ -418,7 +414,6 @@ class MultimodalBackbone(MultimodalPreTrainedModel):
                 )
 
     def _embed(self, input_ids: torch.Tensor | None) -> torch.Tensor:
-        """Embeds tokens."""
         if input_ids is None:
             raise ValueError("Neither `input_ids` nor `inputs_embeds` is given. Give one of them.")
         embeddings: Any = self.get_input_embeddings()

@@ -16,8 +16,6 @@ PROJECTOR_TYPES = ("linear", "mlp", "custom")
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings that a configuration holds as plain data."""
-
     table: ClassVar[str]  # the argument that has them, by module
 
     @classmethod
@@ -246,10 +244,7 @@ class MultimodalConfig(PreTrainedConfig):
 
 
 def check_module_names(encoders: tuple[str, ...], generators: tuple[str, ...] = ()) -> None:
-    """
-    Raises `ValueError` unless all names are valid submodule names, none is a prefix of another, and none names two
-    modules.
-    """
+    """Raises `ValueError` for names that are no submodule's, begin each other, or name two modules."""
     if not encoders and not generators:
         raise ValueError("`encoders` is empty: a composed model needs at least one encoder. Give `{'vision': ...}`.")
     names = [*((name, "an encoder") for name in encoders), *((name, "a generator") for name in generators)]

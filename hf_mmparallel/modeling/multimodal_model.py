@@ -289,7 +289,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def _check_targets(self, entries: Mapping[str, Any]) -> None:
-        """Refuses targets of a generator that the model does not have."""
         for entry in entries:
             if entry.rpartition("_")[2] in TARGETS and entry not in self.model.encoder_inputs.entries:
                 raise ValueError(
@@ -298,7 +297,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
                 )
 
     def _rows(self, name: str, input_ids: torch.Tensor | None, outputs: Any) -> torch.Tensor:
-        """Returns the hidden states at the placeholders of a generator, `(placeholders, hidden_size)`."""
         settings = self.generators[name].settings
         if input_ids is None:
             raise ValueError(f"Generator `{name}` reads hidden states at its placeholders in `input_ids`. Give them.")
@@ -308,7 +306,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
     def _generator_loss(
         self, name: str, rows: torch.Tensor, targets: Mapping[str, Any], counts: Mapping[str, int] | None
     ) -> torch.Tensor:
-        """Returns the loss of a generator, divided by its targets in this batch or in all that are added."""
         generator = self.generators[name]
         count = generator.num_targets(targets) if counts is None else counts[name]
         return generator.loss(rows, **targets) / max(count, 1)
@@ -367,7 +364,6 @@ class MultimodalModel(MultimodalPreTrainedModel, GenerationMixin):
 
 
 def _check_no_accumulation(labels: Any, loss_kwargs: Mapping[str, Any]) -> None:
-    """Refuses losses of generators in a batch that is one of several, of which only target tokens are counted."""
     total = loss_kwargs.get("num_items_in_batch")
     own = None if total is None else num_target_tokens({"labels": labels, **loss_kwargs})
     if total is not None and int(total) != own:
@@ -389,8 +385,6 @@ for _auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel
 
 @dataclass(frozen=True)
 class UnimodalParts:
-    """The modules of which a model is composed."""
-
     encoders: dict[str, PreTrainedModel]
     projectors: dict[str, str | nn.Module]  # encoder -> `"linear"` or `"mlp"`, or the module
     decoder: PreTrainedModel  # the language model without its head
@@ -546,7 +540,6 @@ def _projector_table(
 def _check_names(
     label: str, table: Mapping[str, Any], names: Sequence[str], complete: bool, kind: str = "encoder"
 ) -> None:
-    """Checks that the keys of an argument are encoders (or modules of another kind), and all of them if `complete`."""
     for name in table:
         if name not in names:
             raise ValueError(f"`{label}` has `{name}`, which is no {kind}. Use one of {list(names)}.")

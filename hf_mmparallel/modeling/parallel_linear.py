@@ -109,7 +109,6 @@ def shards_as_inputs(layers: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _shards(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Returns this rank's weight and bias; the inputs of a graph are plain tensors."""
     given: Any = layer.graph_inputs
     if given is not None:
         return given
@@ -117,7 +116,6 @@ def _shards(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _product(layer: nn.Linear) -> Callable[..., Tensor]:
-    """Returns the function that multiplies; a layer may have one of its own, as `multiply`."""
     return getattr(layer, "multiply", None) or partial(multiply, layer=layer)
 
 

@@ -46,8 +46,6 @@ def _keeps(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoin
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Settings of activation checkpointing."""
-
     every_n_layers: int = 1  # only layers whose index is divisible by it are recomputed
     offload: bool = False  # of modules that do not say it: keeps the saved inputs of layers in host memory
     # further arguments of `torch.utils.checkpoint.checkpoint`
@@ -61,11 +59,9 @@ class Recomputation:
 
     @property
     def is_selective(self) -> bool:
-        """Whether the outputs of some operations are kept."""
         return "context_fn" in self.options
 
     def of(self, checkpointing: Checkpointing) -> Recomputation:
-        """Those of a module."""
         if checkpointing != SELECTIVE:
             return self
         contexts = partial(create_selective_checkpoint_contexts, _keeps)
@@ -73,7 +69,6 @@ class Recomputation:
 
     @property
     def as_arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `PreTrainedModel.activation_checkpointing_enable`."""
         options = {"use_reentrant": False, **self.options}
         return {
             "activation_checkpointing_kwargs": options,
@@ -83,7 +78,6 @@ class Recomputation:
 
     @property
     def function(self) -> Callable:
-        """Returns the function that runs a layer."""
         options = {"use_reentrant": False, **self.options}
         return lambda run, *args, **kwargs: checkpoint(attends_as_here(run), *args, **options, **kwargs)
 
@@ -94,10 +88,7 @@ def inputs_require_gradients(model: nn.Module) -> bool:
 
 
 def enable_checkpointing(model: nn.Module, tower: str, stack: str, recomputation: Recomputation | None = None) -> None:
-    """
-    Enables activation checkpointing of the layers `stack` of one tower, of every layer by default; identity layers are
-    left out. Raises `ValueError` if the layers do not support it.
-    """
+    """Enables activation checkpointing of the layers `stack` of one tower, but for identity layers."""
     recomputation = recomputation or Recomputation()
     is_supported = False
     for name, module in model.named_modules():
@@ -176,7 +167,6 @@ def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
 
 
 def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
-    """Refuses a parameter that layers of two stages share (Zamba), which would be two parameters with one name."""
     for module, planned in plan.modules.items():
         shared = spec.shared_by_layers(module)
         for (name, layers), replica in product(shared.items(), planned.replicas):
@@ -194,7 +184,6 @@ def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int |
 
 
 def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> None:
-    """Refuses a generator that reads hidden states which the language model's last stage does not compute."""
     first = max(stages[-1].layers[0] for stages in plan.modules[LANGUAGE_MODEL].replicas)
     num_layers = plan.modules[LANGUAGE_MODEL].replicas[0][-1].layers[1]
     for name, part in parts.items():
@@ -208,7 +197,6 @@ def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> No
 
 
 def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:
-    """Refuses a config that selects a hidden state which the encoder's last stage does not compute."""
     earliest = earliest_selected_layer(model, module)
     if earliest is None:
         return

@@ -32,7 +32,6 @@ class WeightGradient:
     rows: GatheredRows | None = None
 
     def start(self) -> None:
-        """Starts to gather what it is computed from."""
         if self.rows is not None:
             self.rows.start(self.input)
 
@@ -48,13 +47,9 @@ class Collector(Protocol):
     """What may take weight gradients to compute them later."""
 
     @property
-    def is_collecting(self) -> bool:
-        """Whether it takes those of the backward that is running."""
-        ...
+    def is_collecting(self) -> bool: ...
 
-    def collect(self, gradient: WeightGradient) -> None:
-        """Takes one."""
-        ...
+    def collect(self, gradient: WeightGradient) -> None: ...
 
 
 def use_products(layer: nn.Linear, collector: Collector | None = None) -> None:
@@ -65,7 +60,6 @@ def use_products(layer: nn.Linear, collector: Collector | None = None) -> None:
 
 
 def _forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    """The forward of a linear layer on plain tensors."""
     return layer.multiply(input, layer.weight, layer.bias)  # type: ignore[operator]
 
 
@@ -84,10 +78,7 @@ def multiply(
     layer: nn.Linear,
     collector: Collector | None = None,
 ) -> Tensor:
-    """
-    Returns what `torch.nn.functional.linear` does for the parameters of a layer on this rank. The gradient of the
-    weight is given to the `collector` if there is one that takes it.
-    """
+    """As `torch.nn.functional.linear`; the gradient of the weight goes to a `collector` that takes it."""
     kept: KeptShare | None = None if torch.compiler.is_compiling() else getattr(input, "kept_share", None)
     kind = input.device.type
     is_cast = torch.is_autocast_enabled(kind) and input.dtype != torch.float64
@@ -108,8 +99,6 @@ def multiply(
 
 
 class _Product(torch.autograd.Function):
-    """A linear layer whose weight gradient is a [`WeightGradient`]."""
-
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,

@@ -139,7 +139,6 @@ def _read_rows(adapted: Any) -> None:
 
 
 def _num_rows(kwargs: Mapping[str, Any]) -> int:
-    """Returns the number of rows on all ranks of the group, by the cosines that rotate them or by their positions."""
     positions = kwargs.get(_POSITIONS)
     return kwargs["position_ids"].shape[-1] if positions is None else positions[0].shape[-2]
 

@@ -59,7 +59,6 @@ class ModulePart:
 
     @property
     def entries(self) -> tuple[str, ...]:
-        """Names all batch entries of which the module's features or its loss are computed."""
         names = dict.fromkeys((*self.features, *self.inputs))
         return tuple(entry for modality in names for entry in self.input_names(modality))
 
@@ -81,10 +80,7 @@ def inside(name: str, prefix: str) -> bool:
 
 
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
-    """
-    Finds the modules of a model: encoders, the language model, generators. Raises `ValueError` for an encoder that is
-    not found.
-    """
+    """Finds the encoders, the language model and the generators of a model."""
     names = {id(module): name for name, module in model.named_modules()}
     decoder = model.get_decoder()
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
@@ -174,7 +170,6 @@ def _code_names(code: types.CodeType) -> Iterator[str]:
 
 
 def placeholder_token(config: Any, modality: str) -> int | None:
-    """Returns the id of the placeholder token of one feature token of the modality."""
     return _setting(config, f"{modality}_token_id", f"{modality}_token_index")
 
 
@@ -266,7 +261,6 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
 
 
 def num_experts_of(config: Any) -> int:
-    """Returns the experts of a mixture in the configuration of a language model, 0 for none."""
     return _setting(config, "num_experts", "num_local_experts", "n_routed_experts") or 0
 
 
@@ -533,7 +527,6 @@ def activation_copies(name: str | None) -> int:
 
 
 def _hidden_size(layer: nn.Module, config: Any) -> int | None:
-    """Returns the width of a layer's input: that of its first norm, otherwise from the config."""
     for child in layer.children():
         parameters = list(child.parameters())
         if parameters and all(parameter.dim() == 1 for parameter in parameters):

@@ -82,17 +82,13 @@ def _returning(owner: Any, name: str, value: Any) -> Iterator[None]:
 # Dtypes of weights and of the hidden states between layers.
 
 
-def is_activation_dtype(dtype: torch.dtype) -> bool:
-    """Returns whether layers compute in a dtype; weights of 8 bits and less are dequantized for computation."""
-    return dtype.is_floating_point and dtype.itemsize > 1
-
-
 def activation_dtype(spec: ModelSpec, parameters: Iterable[ParameterSpec]) -> torch.dtype:
     """Returns the widest dtype of hidden states that layers with these parameters can output."""
     adapters = adapter_names(spec.parameters)
     # adapters output the dtype of the layer that they wrap
     dtypes = {getattr(torch, p.dtype) for p in parameters if p.name not in adapters}
-    candidates = [dtype for dtype in dtypes if is_activation_dtype(dtype)]
+    # weights of 8 bits and less are dequantized for computation
+    candidates = [dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1]
     return functools.reduce(torch.promote_types, candidates) if candidates else torch.bfloat16
 
 
@@ -194,7 +190,6 @@ class ModuleStage:
 
     @property
     def own_layers(self) -> dict[int, nn.Module]:
-        """Maps the index in the module of each layer of this stage to the layer."""
         stack = layers_of(self.model, self.module_spec.stack)
         return {index: stack[index] for index in range(*self.layers)}
 
@@ -325,7 +320,6 @@ class ModuleStage:
         return output, []
 
     def _run_encoder(self, inputs: Mapping[str, Any], hidden: Sequence[Tensor], rows: Tensor | None) -> list[Tensor]:
-        """Runs an encoder, or a generator."""
         outputs: dict[Any, Any] = {}
         sent: list[Tensor] = []
         group = inputs.get(TOKEN_GROUP)
@@ -364,7 +358,6 @@ class ModuleStage:
 
     @property
     def _num_received(self) -> int:
-        """Hidden states that the stage receives for a modality."""
         return 0 if self.is_first else self.module_spec.states_before(self.layers[0])
 
     def _checked_once(
@@ -394,7 +387,6 @@ class ModuleStage:
         return outputs
 
     def _check_shape(self, hidden: Tensor, inputs: Mapping[str, Any]) -> None:
-        """Raises `ValueError` for hidden states other than those of a batch's tokens, which the next stage expects."""
         tokens = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
         found, expected = tuple(hidden.shape), (*tokens, *self.module_spec.token_shape)
         shares_rows = self.module_spec.sequence_parallel and found[1] <= expected[1]
@@ -457,7 +449,6 @@ class ModuleStage:
         return self._checked_once(sent or self._last_outputs(output), hidden, inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:
-        """Returns the logits of a forward, and the rows that generators start from."""
         rows = [output.rows[feature.modality] for feature in self.module_spec.features]
         return [self._logits(output), *rows]
 
@@ -476,7 +467,6 @@ class ModuleStage:
             ) from error
 
     def _logits(self, output: Any) -> Tensor:
-        """Returns the logits of a forward; records the model's own loss if it was computed."""
         if self._own_loss_labels is not None:
             labels, of_batch = self._own_loss_labels
             self.asks_own_loss, self._own_loss_labels = False, None

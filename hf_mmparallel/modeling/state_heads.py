@@ -67,8 +67,6 @@ class _Tried(SharedHeads):
 
 
 class _Whole(_Tried):
-    """The functions themselves."""
-
     def call(self, name: str, function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return _without_kernels(function)(*args, **kwargs)
 
@@ -83,10 +81,7 @@ def _without_kernels(function: Any) -> Callable[..., Any]:
 
 @torch.no_grad()
 def _width_of(mixer: nn.Module, hidden_size: int) -> int | None:
-    """
-    Returns how many values of a token the heads of a mixer take and give, if it gives mixed tokens of two samples what
-    it gives each sample; `None` if not, or if the samples make no difference.
-    """
+    """Values of a token that the heads of a mixer take and give; `None` if samples in a row would mix."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tried = with_values(mixer).eval()

@@ -76,7 +76,6 @@ class StreamedLayers:
 
     @property
     def bytes_on_device(self) -> int:
-        """Bytes of these weights that are on the device now."""
         return sum(buffer.values.numel() for buffer in self._buffers)
 
     def hold(self) -> None:
@@ -216,13 +215,11 @@ def _in_backward() -> bool:
 
 
 def aligned_bytes(parameter: torch.Tensor) -> int:
-    """Returns the bytes of this rank's values of a parameter, in whole cache lines."""
     values = local(parameter)
     return -(-values.numel() * values.element_size() // _ALIGNMENT) * _ALIGNMENT
 
 
 def _views(buffer: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
-    """Returns the parameters of a layer as views of a buffer of bytes."""
     views, start = [], 0
     for parameter in parameters:
         values = local(parameter)

@@ -61,7 +61,6 @@ def _linear(module: nn.Module) -> nn.Linear | None:
 
 
 def _linears(parent: nn.Module, names: Iterable[str]) -> list[nn.Linear] | None:
-    """Returns the linear layers of `parent` with these names, `None` unless all are there."""
     children = dict(parent.named_children())
     found = [_linear(children[name]) if name in children else None for name in names]
     return None if None in found else found  # type: ignore[return-value]
@@ -111,10 +110,7 @@ def _attention_plan(parent: nn.Module, tp_size: int) -> dict[str, str]:
 
 
 def _works_by_columns(parent: nn.Module, styles: Mapping[str, str | None]) -> bool:
-    """
-    Returns whether the functions of a feed-forward layer between its matrices do not mix the columns that ranks share:
-    Gemma 3n keeps the largest by their mean and deviation. Tried on tiny matrices.
-    """
+    """Whether a feed-forward layer's functions, tried on tiny matrices, mix no columns (Gemma 3n's do)."""
     first = [name for name, style in styles.items() if style == "colwise"]
     last = [name for name, style in styles.items() if style == "rowwise"]
     others = {name: child for name, child in parent.named_children() if name not in (*first, *last)}
@@ -236,10 +232,6 @@ def _mended_style(layer: nn.Module, parameter: str, style: str | None) -> str | 
     return style
 
 
-def _is_adapted(layer: nn.Module) -> bool:
-    return hasattr(layer, "base_layer")
-
-
 def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
     """Maps the LoRA matrices around a linear layer that has `style` to theirs."""
     split = "lora_A" if style.startswith("rowwise") else "lora_B"
@@ -247,7 +239,6 @@ def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
 
 
 def _check_adapter(layer: nn.Module, name: str) -> None:
-    """Refuses an adapter that has no tensor-parallel form."""
     if getattr(layer, "lora_magnitude_vector", None):
         raise ValueError(
             f"`{name}` has a DoRA adapter, whose norm needs the whole matrix. Use `use_dora=False` or `tp_size=1`."
@@ -260,9 +251,6 @@ def _check_adapter(layer: nn.Module, name: str) -> None:
 
 
 def _check_heads(layer: nn.Module, name: str, styles: Mapping[str, str | None], own: Mapping[str, str | None]) -> None:
-    """
-    Refuses a layer's own vector with an entry for each head that is not cut: it would meet the heads of one rank.
-    """
     head_size = getattr(layer, "head_dim", None)
     if head_size is None:
         return
@@ -314,7 +302,7 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
             continue
         style = style_of(name)
         own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
-        if style is not None and style != PARTIAL_GRADIENT and _is_adapted(layer):
+        if style is not None and style != PARTIAL_GRADIENT and hasattr(layer, "base_layer"):
             if tp_size > 1 and name in around:
                 _check_adapter(layer, name)
             for adapter, adapter_style in _adapter_styles(layer, name, style).items():
@@ -412,7 +400,6 @@ def _splits_rows(model: nn.Module, module: ModuleSpec, styles: _Styles, tp_size:
 
 
 def _check_same_cuts(module: ModuleSpec, by_size: Mapping[int, Sequence[tuple[int | None, int]]]) -> None:
-    """Checks that tp groups of all sizes cut each parameter along the same dimension."""
     for parameter, *cuts in zip(module.parameters, *by_size.values(), strict=True):
         if len(set(cuts)) > 1:
             sizes = " and ".join(map(str, by_size))
@@ -474,7 +461,6 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
 
 
 def _check_placements(model: nn.Module, module: ModuleSpec, styles: _Styles, owned: Collection[str]) -> None:
-    """Refuses a style of transformers that cuts a parameter in another way than is known of it."""
     parameters = dict(model.named_parameters())
     for entry in module.parameters:
         if entry.name not in owned:

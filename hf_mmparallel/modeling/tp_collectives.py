@@ -24,7 +24,6 @@ def _gather(values: Tensor, group: dist.ProcessGroup, async_op: bool = False) ->
 
 
 def gather(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the values of all ranks, by rank."""
     return run_collective(_gather, values, group)[0]
 
 
@@ -105,7 +104,6 @@ class GatheredRows:
 
     @property
     def is_read(self) -> bool:
-        """Whether there are readers."""
         return bool(self._readers)
 
     @property
@@ -134,8 +132,6 @@ class GatheredRows:
 
 
 class KeptShare(NamedTuple):
-    """What is kept of gathered rows for a backward."""
-
     rows: GatheredRows
     share: Tensor  # of this rank
 
@@ -220,7 +216,6 @@ class GatherFeatures(torch.autograd.Function):
 
 
 def _group(name: str) -> Any:
-    """Returns the group with a name."""
     return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
@@ -274,8 +269,6 @@ summed_product.register_autograd(_gradients_of_operands, setup_context=_keep_ope
 
 
 class SumGradientsInGraph(torch.autograd.Function):
-    """[`SumGradients`] in a graph."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, group_name: str) -> Tensor:
         ctx.group_name = group_name

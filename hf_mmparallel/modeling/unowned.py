@@ -61,7 +61,6 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict]:
-    """Returns the arguments of a layer with another hidden state."""
     if args:
         return (hidden, *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
@@ -74,10 +73,7 @@ _PARSING = threading.Lock()
 
 @cache
 def _num_outputs(cls: type[nn.Module]) -> int:
-    """
-    Counts the values of the tuple that a layer's forward returns, 0 for a bare tensor, by its source since return
-    annotations are often wrong.
-    """
+    """Values of the tuple that a layer's forward returns by its source, 0 for a bare tensor."""
     try:
         source = inspect.getsource(inspect.unwrap(cls.forward))
     except OSError:
@@ -150,7 +146,6 @@ def _get_absent(self: nn.Module, name: str) -> Any:
 
 
 def identity_layer(layer: nn.Module) -> nn.Module:
-    """Makes a layer without parameters that returns its hidden state."""
     cls = type(layer)
     # a subclass with the layer's plain attributes, so that code around the list of layers (masks by layer type,
     # recording of hidden states by class) still works
@@ -180,8 +175,6 @@ class StageExit(Exception):
 
 @dataclass
 class StageRun:
-    """The range of layers of one forward."""
-
     first: int  # the received hidden state replaces its input
     stop: int  # the layer at whose entry the forward stops
     # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
@@ -294,7 +287,6 @@ class LayerInterceptor:
 
 
 def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -> None:
-    """Raises `ValueError` if a layer's argument depends on parameters of other stages, whose values are NaN here."""
     pending = [args, *((value,) for value in kwargs.values() if value is not hidden)]
     while pending:
         value = pending.pop()
@@ -313,7 +305,6 @@ def _check_arguments(layer: nn.Module, args: Any, kwargs: Any, hidden: Tensor) -
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the shard of a tensor on this rank, or all of a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -43,7 +43,6 @@ class TypicalMicrobatches:
 
     @property
     def count(self) -> int:
-        """Number of microbatches in `sizes`."""
         return -(-self.sizes.num_samples // self.microbatch_size)
 
     def groups(self, module: str) -> list[NDArray]:
@@ -63,10 +62,7 @@ class TypicalMicrobatches:
 
 @dataclass(frozen=True)
 class ChainUnit:
-    """
-    Consecutive layers of a module that are always on one stage: one layer where the model allows to cut before and
-    after it.
-    """
+    """Consecutive layers of a module that are always on one stage; one layer where the model may be cut around it."""
 
     module: str
     layers: tuple[int, int]  # first layer, and one past the last
@@ -116,10 +112,7 @@ class ModelChain:
 def mean_stage_ms(
     costs: CostModel, plan: ParallelPlan, microbatches: TypicalMicrobatches
 ) -> dict[tuple[str, int, int], float]:
-    """
-    (module, replica, stage) of a plan -> mean ms of a forward and a backward of a microbatch, which takes none in a
-    module that it has no input for.
-    """
+    """(module, replica, stage) -> mean ms of a forward and a backward over microbatches, 0 for those without input."""
     return {key: sum(passes_ms) for key, passes_ms in mean_pass_ms(costs, plan, microbatches).items()}
 
 
@@ -185,7 +178,6 @@ def model_chain(
 
 
 def copies_of(layouts: Mapping[str, ModuleLayout]) -> int:
-    """Copies of the model in a pipeline."""
     return max((layout.dp_size for layout in layouts.values()), default=1)
 
 
@@ -201,7 +193,6 @@ def _on_ranks(layout: ModuleLayout, tp_sizes: Sequence[int], num_ranks: int) -> 
 
 
 def _check_copies(name: str, layout: ModuleLayout) -> None:
-    """Raises `ValueError` unless each pipeline has all parameters and all optimizer state of a module."""
     own, size = layout.dp_size * layout.cp_size, layout.shard_size
     if layout.zero_stage and (size is None or own % size):
         remedy = f"Use `shard_size={own}`" if own > 1 else "Use `shard_size`, the copies on one node"
@@ -359,7 +350,6 @@ class _Demand:
     def of(
         cls, costs: CostModel, plan: ParallelPlan, name: str, microbatches: TypicalMicrobatches, state_copies: int
     ) -> _Demand:
-        """The demand of the microbatches in a module."""
         spec, module = costs.spec, plan.modules[name]
         chunks = microbatches.chunks(costs, name, module)
         copies = grouped_copies(spec.modules[name], spec.uses.get((name, 0), ()), module.tp_size)
@@ -376,9 +366,7 @@ class _Demand:
         return cls(sizes, share, received, sent, num_ahead, state_copies)
 
     def of_stage(self, memory: StageMemory) -> tuple[float, float, float, float]:
-        """
-        Bytes of a stage whatever is in flight, of each microbatch in flight, of the running task, and without a step.
-        """
+        """Bytes of a stage: always, of each microbatch in flight, of the running task, and without a step."""
         count, none = len(self.sizes), np.zeros(1)
         (use,) = replica_uses(memory, np.zeros(count, int), np.arange(count), self.sizes, none, none + self.sent_bytes)
         fixed = self.state_copies * memory.state.total + memory.bucket_bytes + memory.kept_bytes
@@ -396,7 +384,6 @@ class _Demand:
 
 
 def _feature_bytes(costs: CostModel, encoder: str, microbatches: TypicalMicrobatches) -> list[float]:
-    """Bytes of the features of each microbatch."""
     values = sample_features(costs, microbatches.sizes, encoder)
     return [float(values[group].sum()) for group in microbatches.groups(encoder)]
 

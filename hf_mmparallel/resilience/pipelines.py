@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from math import lcm
+from typing import Literal
 
 from ..arrange import fastest_counts
 from ..plan import ModulePlugin, ParallelPlan, Stage, check_plan, check_world_size
@@ -13,13 +14,36 @@ from ..plan.layout import ModuleLayout
 from ..plan.methods import POLICIES, Schedule
 from ..plan.resolve import as_trained, check_tp_sizes
 from .model_chain import ModelChain, mean_stage_ms, stages_on
-from .reconfiguration import Change
 from .state_copies import PlacedPlan
-from .templates import PipelineTemplate, step_ms
+from .templates import PipelineTemplate, TimedPipeline
+
+Nodes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Change:
+    """One step of a reconfiguration."""
+
+    # "reinstantiate": a pipeline goes on with the nodes that it has left; "borrow": it takes a node of another
+    # pipeline; "merge": it becomes one with another pipeline; "divide": its nodes, and others that were in no
+    # pipeline, are divided among new pipelines
+    op: Literal["reinstantiate", "borrow", "merge", "divide"]
+    nodes: Nodes  # of the pipeline before
+    others: Nodes = ()  # that it takes or is joined with
+
+    def __str__(self) -> str:
+        names = {"reinstantiate": "goes on", "borrow": "borrows", "merge": "is merged with", "divide": "is divided"}
+        others = f" {_listed(self.others)}" if self.others else ""
+        pipeline = f"the pipeline of {_listed(self.nodes)}" if self.nodes else "a new pipeline"
+        return f"{pipeline} {names[self.op]}{others}"
+
+
+class TooFewNodesError(RuntimeError):
+    """The nodes that are left can't hold as many copies of the model as are guaranteed."""
+
+
+@dataclass(frozen=True)
+class Pipeline(TimedPipeline):
     """The copies of the model that are on the same nodes."""
 
     nodes: tuple[int, ...]  # of each place
@@ -49,10 +73,6 @@ class Pipeline:
         """The same stages on other nodes."""
         return replace(self, nodes=tuple(nodes))
 
-    def step_ms(self, num_microbatches: int) -> float:
-        """Time of a step of a number of microbatches."""
-        return step_ms(self.fill_ms, self.slowest_ms, num_microbatches)
-
 
 @dataclass(frozen=True)
 class ClusterPlan(PlacedPlan):
@@ -67,7 +87,6 @@ class ClusterPlan(PlacedPlan):
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """All nodes, in ascending order."""
         return tuple(sorted(node for pipeline in self.pipelines for node in pipeline.nodes))
 
     @property
@@ -90,8 +109,6 @@ class ClusterPlan(PlacedPlan):
 
 @dataclass(frozen=True, eq=False)
 class PipelinePlans:
-    """Makes plans of pipelines."""
-
     chain: ModelChain
     node_size: int  # ranks of a node
     num_microbatches: int  # of a global batch, of all pipelines
@@ -184,7 +201,6 @@ def _num_copies(plan: ParallelPlan) -> int:
 
 
 def _ranks_of(plan: ParallelPlan, replica: int) -> list[int]:
-    """The ranks of a copy of the model."""
     stages = (stage for module in plan.modules.values() for stage in module.replicas[replica])
     return sorted({rank for stage in stages for rank in stage.all_ranks})
 
@@ -246,7 +262,6 @@ def adopt_pipelines(plan: ParallelPlan, plans: PipelinePlans, num_nodes: int) ->
 
 
 def _check_settings(plan: ParallelPlan, plans: PipelinePlans) -> None:
-    """Raises `ValueError` if a plan has other settings than the plans after a failure will have."""
     if plan.schedule != plans.schedule:
         raise ValueError(
             f"The plan has `schedule={plan.schedule!r}`, and plans after failures {plans.schedule!r}. Use one of them."
@@ -282,3 +297,59 @@ def _whole_nodes(replica: int, ranks: Sequence[int], node_size: int, others: Seq
         if shared:
             raise ValueError(f"Replicas {number} and {replica} of the plan share node {shared[0]}. {remedy}")
     return nodes
+
+
+# What becomes of pipelines that lose nodes (Oobleck, section 2.5.1): a pure decision that every rank makes alike.
+
+
+def without_nodes(
+    pipelines: Sequence[Nodes], lost: Collection[int], counts: range, failures: int
+) -> tuple[list[Nodes], list[Change]]:
+    """
+    The pipelines of all nodes that are left after a loss, and how they came about, in order, where templates have
+    `counts` of nodes ([`node_counts`]) and `failures` are guaranteed again; raises [`TooFewNodesError`] if fewer nodes
+    are left than `failures + 1` copies need.
+
+    A pipeline with nodes lost goes on with what it has left if a template has this number of nodes. Otherwise it
+    borrows nodes, one by one, of the pipeline that has the most of those above the fewest nodes; if none has more, it
+    is merged with the smallest pipeline, until it has enough. Whatever comes of it has a template (theorem 2).
+    """
+    left = [tuple(node for node in nodes if node not in lost) for nodes in pipelines]
+    num_left, needed = sum(map(len, left)), (failures + 1) * counts[0]
+    if num_left < needed:
+        raise TooFewNodesError(
+            f"{num_left} nodes are left; {failures + 1} copies of the model need {needed}, {counts[0]} each. Add "
+            f"{needed - num_left} nodes, or go on from a checkpoint with fewer copies."
+        )
+    whole = [nodes for nodes, before in zip(left, pipelines, strict=True) if len(nodes) == len(before)]
+    damaged = [nodes for nodes, before in zip(left, pipelines, strict=True) if 0 < len(nodes) < len(before)]
+    changes = list(_mend(whole, damaged, counts[0]))
+    # New pipelines, in place of those that lost all nodes, borrow all of theirs, which the paper does not say.
+    while len(whole) < failures + 1:
+        changes += _mend(whole, [()], counts[0])
+    return whole, changes
+
+
+def _mend(whole: list[Nodes], damaged: list[Nodes], fewest: int) -> Iterator[Change]:
+    """Moves damaged pipelines to the whole ones, which change with them; those that can lend nodes first."""
+    damaged.sort(key=len, reverse=True)
+    while damaged:
+        nodes = damaged.pop(0)
+        if len(nodes) >= fewest:
+            yield Change("reinstantiate", nodes)
+        while len(nodes) < fewest:
+            lender: Nodes = max(whole, key=len, default=())
+            if len(lender) > fewest:
+                whole[whole.index(lender)] = lender[:-1]
+                yield Change("borrow", nodes, lender[-1:])
+                nodes += lender[-1:]
+                continue
+            others = min([*damaged, *whole], key=len)
+            (damaged if others in damaged else whole).remove(others)
+            yield Change("merge", nodes, others)
+            nodes += others
+        whole.append(nodes)
+
+
+def _listed(nodes: Nodes) -> str:
+    return ("node " if len(nodes) == 1 else "nodes ") + ", ".join(map(str, nodes))

@@ -50,7 +50,6 @@ class StepTimes:
         return self._known[key]
 
     def _run(self, plan: ClusterPlan) -> float:
-        """Simulates a step."""
         chain, layout = self.plans.chain, plan.plan
         size = chain.microbatches.microbatch_size
         sizes = chain.microbatches.sizes.like_the_mean(self.plans.num_microbatches * size)
@@ -74,7 +73,6 @@ def _key(pipeline: Pipeline, counts: tuple[int, ...]) -> _PipelineKey:
 
 
 def _num_tasks(plan: ClusterPlan) -> int:
-    """Forwards and backwards of a step."""
     stages = (
         len(module.replicas[copy]) * n
         for module in plan.plan.modules.values()
@@ -85,8 +83,6 @@ def _num_tasks(plan: ClusterPlan) -> int:
 
 @dataclass(frozen=True)
 class PlanOption:
-    """A plan that a run may go on with."""
-
     plan: ClusterPlan
     step_ms: float
     copied_bytes: int = 0  # by ranks before they go on

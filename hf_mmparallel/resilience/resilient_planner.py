@@ -9,7 +9,16 @@ from functools import cached_property, partial
 from itertools import islice, takewhile
 
 from ..plan import ParallelPlan
-from .pipelines import ClusterPlan, Pipeline, PipelinePlans, adopt_pipelines
+from .pipelines import (
+    Change,
+    ClusterPlan,
+    Nodes,
+    Pipeline,
+    PipelinePlans,
+    TooFewNodesError,
+    adopt_pipelines,
+    without_nodes,
+)
 from .plan_choice import (
     DAY_S,
     LEAST_GAIN,
@@ -20,7 +29,6 @@ from .plan_choice import (
     reason_of_join,
     reason_text,
 )
-from .reconfiguration import Change, Nodes, TooFewNodesError, without_nodes
 from .state_copies import LostStateError, assign_nodes, common_holdings, reused_bytes, state_copies
 from .templates import (
     Instantiation,
@@ -61,7 +69,6 @@ class ResilientPlanner:
 
     @property
     def node_size(self) -> int:
-        """Ranks of a node."""
         return self.plans.node_size
 
     @property
@@ -86,10 +93,7 @@ class ResilientPlanner:
         return self._templates_of(self.num_nodes)
 
     def fastest(self, num_nodes: int) -> ClusterPlan:
-        """
-        The plan of nodes numbered from 0 whose simulated step is shortest, among the fastest by the closed form;
-        raises `ValueError` if no pipelines use all nodes.
-        """
+        """The plan of nodes from 0 on whose simulated step is shortest, among the fastest by the closed form."""
         finalists = [self.plans.consecutive(list(map(self.pipeline, sizes))) for sizes in self._finalists(num_nodes)]
         if not finalists:
             raise ValueError(self._why_not_all(num_nodes))
@@ -285,11 +289,9 @@ class ResilientPlanner:
         return template
 
     def pipeline(self, num_nodes: int) -> Pipeline:
-        """A pipeline of a number of nodes, on the first ones."""
         return Pipeline.of_template(self.plans.chain, self._template_of(num_nodes))
 
     def _check_sums(self) -> None:
-        """Raises `ValueError` unless all numbers of nodes that failures leave can be used, and merged pipelines."""
         largest = len(self.templates) + self.fewest - 1
         merged = min(2 * self.fewest - 1, self.num_nodes - self.failures * self.fewest)
         if largest < merged:
@@ -303,7 +305,6 @@ class ResilientPlanner:
                 raise ValueError(self._why_not_all(num_nodes))
 
     def _check_adopted(self, pipelines: Sequence[Pipeline]) -> None:
-        """Raises `ValueError` unless pipelines of a plan of the user can be kept up by templates."""
         if len(pipelines) <= self.failures:
             raise ValueError(
                 f"The plan has {len(pipelines)} copies of the model on nodes of their own; to survive {self.failures} "
@@ -325,7 +326,6 @@ class ResilientPlanner:
             )
 
     def _why_not_all(self, num_nodes: int) -> str:
-        """Why no pipelines use all nodes."""
         total, largest = self.plans.num_turns, self._templates_of(num_nodes)[-1].num_nodes
         most = min(num_nodes // self.fewest, total)
         return (
@@ -335,7 +335,6 @@ class ResilientPlanner:
         )
 
     def _cut_text(self, largest: int) -> str:
-        """Why pipelines have no more nodes."""
         return (
             f"the {len(self.plans.chain.units)} layers that can be on different stages make no pipeline of more than "
             f"{largest} nodes of {self.node_size} ranks"
@@ -357,12 +356,10 @@ class ResilientPlanner:
 
 
 def _sizes(plan: ClusterPlan) -> list[int]:
-    """Nodes of each pipeline, the largest first."""
     return sorted((len(pipeline.nodes) for pipeline in plan.pipelines), reverse=True)
 
 
 def _check_nodes(nodes: Collection[int], state: ClusterPlan, are_there: bool) -> None:
-    """Raises `ValueError` for the first node that is in a plan, or is not, against expectation."""
     there = set(state.nodes)
     for node in sorted(set(nodes)):
         if (node in there) != are_there:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,8 +30,6 @@ class PlacedPlan:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements of a parameter."""
-
     dim: int | None = None  # the dimension that is cut; `None` for all elements
     ranges: tuple[tuple[int, int], ...] = ()  # first index in that dimension and one past the last, of each block
     flat: tuple[int, int] | None = None  # of these elements, flattened, those that a rank updates under ZeRO
@@ -87,7 +85,6 @@ class Slice:
         return [self.in_blocks(parameter, other.dim, len(other.ranges), bounds) for bounds in pairwise(inside)]
 
     def num_elements(self, parameter: ParameterSpec) -> int:
-        """How many elements of a parameter these are."""
         if self.flat is not None:
             return self.flat[1] - self.flat[0]
         if self.dim is None:
@@ -108,23 +105,18 @@ class StateCopy:
 
 @dataclass(frozen=True)
 class StateCopies:
-    """All copies of a change of plans."""
-
     copies: tuple[StateCopy, ...]  # in the order of the model's parameters, then of targets
 
     @cached_property
     def sent_bytes(self) -> dict[int, int]:
-        """Member -> bytes that it sends."""
         return _sums((copy.source, copy.num_bytes) for copy in self.copies)
 
     @cached_property
     def received_bytes(self) -> dict[int, int]:
-        """Member -> bytes that it receives."""
         return _sums((copy.target, copy.num_bytes) for copy in self.copies)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
         return sum(self.sent_bytes.values())
 
 
@@ -157,10 +149,7 @@ def holdings(spec: ModelSpec, placed: PlacedPlan) -> Holdings:
 
 
 def common_holdings(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> tuple[Holdings, Holdings]:
-    """
-    What each process holds under two plans, in parts of which no two overlap: where the plans cut a parameter in
-    unlike ways, it is divided at the borders of both.
-    """
+    """What each process holds under two plans, in parts that do not overlap, divided at the borders of both."""
     held, needed = holdings(spec, before), holdings(spec, after)
     slices: dict[str, set[Slice]] = defaultdict(set)
     for name, elements in {part for of_plan in (held, needed) for parts in of_plan.values() for part in parts}:
@@ -207,7 +196,6 @@ def _kinds(values: Sequence[T]) -> tuple[list[T], list[int]]:
 
 
 def _shared_bytes(parts: frozenset[Part], wanted: frozenset[tuple[Part, int]]) -> int:
-    """Bytes of the wanted parts that are there."""
     return sum(num_bytes for part, num_bytes in wanted if part in parts)
 
 
@@ -222,22 +210,7 @@ def value_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
     num_bytes = DTYPE_BYTES.get(parameter.dtype, FULL)
     if not parameter.trainable:
         return num_bytes
-    return num_bytes + (3 * FULL if _has_master(parameter, storage) else 2 * num_bytes)
-
-
-def _has_master(parameter: ParameterSpec, storage: StorageSettings) -> bool:
-    """Whether the optimizer updates a copy in float32."""
-    return parameter.trainable and storage.has_master_weights and DTYPE_BYTES.get(parameter.dtype, FULL) < FULL
-
-
-def _device_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
-    """Those of [`value_bytes`] that are on the device."""
-    return DTYPE_BYTES.get(parameter.dtype, FULL) if storage.offload_optimizer else value_bytes(parameter, storage)
-
-
-def _copied_bytes(parameter: ParameterSpec, storage: StorageSettings) -> int:
-    """Bytes on the device of an element's copy in float32."""
-    return FULL * (_has_master(parameter, storage) and not storage.offload_optimizer)
+    return num_bytes + (3 * FULL if storage.has_master_weights and num_bytes < FULL else 2 * num_bytes)
 
 
 def state_copies(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> StateCopies:
@@ -280,56 +253,6 @@ def recovery_bytes(held: Any, moved: Any, needed: Any, window_bytes: float = COP
     return np.maximum(held + np.minimum(moved, window_bytes), needed)
 
 
-def recovery_memory(
-    spec: ModelSpec, before: PlacedPlan, after: PlacedPlan, window_bytes: float = COPY_WINDOW_BYTES
-) -> dict[int, float]:
-    """
-    Member -> the peak of its device while a plan follows another, see [`recovery_bytes`]; with an infinite window that
-    of host memory, if the device is the host.
-    """
-    held, needed = common_holdings(spec, before, after)
-    num_pieces = {member: Counter(name for name, _ in parts) for member, parts in held.items()}
-    moved: dict[int, list[Part]] = defaultdict(list)
-    for copy in state_copies(spec, before, after).copies:
-        if num_pieces[copy.source][copy.parameter] > 1:  # it is cut out to be sent
-            moved[copy.source].append((copy.parameter, copy.slice))
-
-    def num_bytes(parts: Iterable[Part], of_element: Callable[[ParameterSpec, StorageSettings], int]) -> int:
-        return sum(
-            elements.num_elements(spec.parameters[name])
-            * of_element(spec.parameters[name], after.plan.modules[spec.used_at[name][0][0]].storage)
-            for name, elements in parts
-        )
-
-    result = {}
-    had, will_have = _gathered_bytes(spec, before), _gathered_bytes(spec, after)
-    for member, parts in needed.items():
-        own = held.get(member, {})
-        changed = {name for name, _ in parts.keys() ^ own.keys()}
-        moved[member] += [part for part in parts if part[0] in changed]  # also what it keeps, to be joined anew
-        kept = [part for part in parts if part[0] not in changed]
-        # the optimizer makes new float32 copies of weights before those that are kept are freed
-        laid_out = num_bytes(parts, _device_bytes) + num_bytes(kept, _copied_bytes) + will_have[member]
-        held_bytes, moved_bytes = num_bytes(own, _device_bytes) + had[member], num_bytes(moved[member], value_bytes)
-        result[member] = float(recovery_bytes(held_bytes, moved_bytes, laid_out, window_bytes))
-    return result
-
-
-def _gathered_bytes(spec: ModelSpec, placed: PlacedPlan) -> Counter[int]:
-    """Member -> bytes of the weights that it has beside those that it updates, which others update (ZeRO-1 and 2)."""
-    result: Counter[int] = Counter()
-    for name, shards in parameter_shards(spec, placed.plan).items():
-        parameter = spec.parameters[name]
-        for shard in shards.shards if shards.zero_stage < 3 else ():
-            if shard.zero_cut is not None:
-                num_bytes = Slice.of(parameter, shard.cuts).num_elements(parameter) * DTYPE_BYTES.get(
-                    parameter.dtype, FULL
-                )
-                for rank in set(shard.holders).difference(shard.updaters):
-                    result[placed.members[rank]] += num_bytes
-    return result
-
-
 def _lost_state(spec: ModelSpec, parameters: Iterable[str]) -> LostStateError:
     """The error that names the layers of parameters that nobody holds."""
     missing: dict[str, set[int]] = defaultdict(set)
@@ -356,7 +279,6 @@ def _layers_text(layers: Sequence[int], num_layers: int) -> str:
 
 
 def _sums(pairs: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Sum of the values of each key, in the order of the keys."""
     result: dict[int, int] = defaultdict(int)
     for key, value in pairs:
         result[key] += value

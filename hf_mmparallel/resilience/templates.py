@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -85,15 +84,29 @@ class LayerChain:
 
 @dataclass(frozen=True)
 class TemplateStage:
-    """A stage of a template."""
-
     layers: tuple[int, int]  # first layer of the chain, and one past the last
     num_ranks: int  # all of one node
     time_ms: float  # a forward and a backward of one microbatch
 
 
+class TimedPipeline:
+    """A template, or other stages of a pipeline, with their predicted times."""
+
+    num_nodes: int
+    fill_ms: float  # one microbatch through all stages and back
+    slowest_ms: float  # a microbatch in the slowest stage: the pace of the pipeline
+
+    def step_ms(self, num_microbatches: int) -> float:
+        return step_ms(self.fill_ms, self.slowest_ms, num_microbatches)
+
+
+def step_ms(fill_ms: float, slowest_ms: float, num_microbatches: int) -> float:
+    """Time of a number of microbatches in a pipeline under 1F1B; 0 for none."""
+    return fill_ms + (num_microbatches - 1) * slowest_ms if num_microbatches else 0.0
+
+
 @dataclass(frozen=True)
-class PipelineTemplate:
+class PipelineTemplate(TimedPipeline):
     """The stages of one copy of the model on a number of nodes."""
 
     num_nodes: int
@@ -101,22 +114,11 @@ class PipelineTemplate:
 
     @property
     def fill_ms(self) -> float:
-        """Time of one microbatch through all stages and back."""
         return sum(stage.time_ms for stage in self.stages)
 
     @property
     def slowest_ms(self) -> float:
-        """Time of a microbatch in the slowest stage: the pace of the pipeline."""
         return max(stage.time_ms for stage in self.stages)
-
-    def step_ms(self, num_microbatches: int) -> float:
-        """Time of a number of microbatches under 1F1B; 0 for none."""
-        return step_ms(self.fill_ms, self.slowest_ms, num_microbatches)
-
-
-def step_ms(fill_ms: float, slowest_ms: float, num_microbatches: int) -> float:
-    """Time of a number of microbatches in a pipeline under 1F1B; 0 for none."""
-    return fill_ms + (num_microbatches - 1) * slowest_ms if num_microbatches else 0.0
 
 
 def fewest_nodes(chain: LayerChain, node_size: int, most: int, num_microbatches: int) -> int | None:
@@ -275,27 +277,8 @@ class TemplateSearch:
         return [behind for behind in {number - 1, last} if behind >= 0 and min(behind + 1, last) == number]
 
 
-class TimedPipeline(Protocol):
-    """A template, or other stages of a pipeline, with their predicted times."""
-
-    @property
-    def num_nodes(self) -> int: ...
-
-    @property
-    def fill_ms(self) -> float: ...
-
-    @property
-    def slowest_ms(self) -> float: ...
-
-    def step_ms(self, num_microbatches: int) -> float:
-        """Time of a step of a number of microbatches."""
-        ...
-
-
 @dataclass(frozen=True)
 class Instantiation:
-    """The pipelines of a cluster."""
-
     pipelines: tuple[TimedPipeline, ...]  # the template or the stages of each
     microbatches: tuple[int, ...]  # of each in a step
 

@@ -12,9 +12,8 @@ from typing import Literal
 import numpy as np
 
 from ..cost import Hardware
-from .pipelines import ClusterPlan
+from .pipelines import ClusterPlan, TooFewNodesError
 from .plan_choice import copy_seconds
-from .reconfiguration import TooFewNodesError
 from .resilient_planner import ResilientPlanner
 from .state_copies import LostStateError, state_copies
 
@@ -36,17 +35,12 @@ class NodeEvents:
 
 @dataclass(frozen=True)
 class Trace:
-    """When nodes join and when they are lost."""
-
     events: tuple[NodeEvents, ...]  # in the order of time, one for each time
     end_s: float
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, str, str]], end_s: float | None = None) -> Trace:
-        """
-        A trace of rows with milliseconds, `"add"` or `"remove"`, and the name of a node, which ends with the last row
-        by default.
-        """
+        """A trace of rows with milliseconds, `"add"` or `"remove"`, and a node; it ends with the last by default."""
         numbers: dict[str, int] = {}
         times: dict[float, tuple[set[int], set[int]]] = {}
         for time_ms, action, name in rows:
@@ -63,12 +57,10 @@ class Trace:
 
     @property
     def most_nodes(self) -> int:
-        """Most nodes that are there at once."""
         return max(count for _, count in self.num_present())
 
     @property
     def num_losses(self) -> int:
-        """Nodes that are lost."""
         return sum(len(event.lost) for event in self.events)
 
     @property
@@ -85,7 +77,6 @@ class Trace:
             yield event.time_s, count
 
     def mean_nodes(self) -> float:
-        """Mean number of nodes over time."""
         points = [*self.num_present(), (self.end_s, 0)]
         area = sum((after - before) * nodes for (before, nodes), (after, _) in zip(points, points[1:], strict=False))
         return area / self.end_s if self.end_s else float(points[0][1])
@@ -168,8 +159,6 @@ class EventCosts:
 
 @dataclass(frozen=True)
 class Steps:
-    """Whole steps, one after the other."""
-
     start_s: float
     step_s: float
     count: int
@@ -206,7 +195,6 @@ class Replay:
 
     @property
     def samples_per_second(self) -> float:
-        """Mean throughput."""
         return self.samples / self.end_s if self.end_s else 0.0
 
     def rates(self, num_windows: int) -> list[float]:
@@ -217,7 +205,6 @@ class Replay:
         return (np.diff(done) * self.samples_per_step * num_windows / (self.end_s or 1.0)).tolist()
 
     def step_ends_s(self, stride: int) -> list[float]:
-        """The end of every `stride`-th step."""
         before, ends = 0, []
         for run in self.steps:
             numbers = range(stride - before % stride, run.count + 1, stride)
@@ -249,8 +236,6 @@ def replay_trace(trace: Trace, planner: ResilientPlanner, costs: EventCosts, sam
 
 @dataclass(eq=False)
 class _Job:
-    """A job while its trace is replayed."""
-
     planner: ResilientPlanner
     costs: EventCosts
     now_s: float = 0.0
@@ -268,7 +253,6 @@ class _Job:
     lost: frozenset[int] = frozenset()  # nodes of `held`
 
     def go_on_until(self, time_s: float) -> None:
-        """Runs up to a time."""
         while self.now_s < time_s:
             if self.pauses:
                 self._pause(time_s)
@@ -280,7 +264,6 @@ class _Job:
                 self._compute(self.plan, time_s)
 
     def change(self, lost: frozenset[int], joined: frozenset[int]) -> None:
-        """An event of the trace."""
         members = lost - self.waiting
         self.present, self.waiting = self.present - lost | joined, self.waiting - lost | joined
         if members and self.plan is not None:
@@ -329,7 +312,6 @@ class _Job:
             self._use(plan, [("restarting", self.costs.restart_s)] if plan is not None and self.changes else [], label)
 
     def _take_in(self) -> None:
-        """Goes on with the nodes that have joined."""
         label = f"joined {_listed(self.waiting)}"
         if self.plan is None:
             self._start(label)
@@ -382,7 +364,6 @@ class _Job:
         self.step_start_s = self.now_s
 
     def _spend(self, cause: Cause, end_s: float) -> None:
-        """Lets time go by."""
         num_used = len(self.plan.nodes) if cause == "computing" and self.plan is not None else len(self.present)
         self.node_seconds[cause] += (end_s - self.now_s) * num_used
         self.node_seconds["idle"] += (end_s - self.now_s) * (len(self.present) - num_used)

@@ -145,10 +145,7 @@ class ParallelEngine(nn.Module):
         self.data_ms = 0.0  # how long this rank waited for it
 
     def change_plan(self, plan: ParallelPlan, held: Mapping[str, Tensor]) -> None:
-        """
-        Lays the model out anew, for the ranks that the world has now, with the weights, shards or slices of parameters
-        that this one updates. Collective.
-        """
+        """Lays the model out anew for the ranks of the world, with the weights that this one holds. Collective."""
         assert self._blank is not None
         # the model and the engine stay the same objects; the parts of the model are new
         put_parts_of(copy.deepcopy(self._blank), self.model)
@@ -181,7 +178,7 @@ class ParallelEngine(nn.Module):
         if held is not None:
             self.slices.fill(held)
         self._prepare_steps()
-        self.planner: StepPlanner | None = None
+        self.planner: StepPlanner | None = None  # of the training steps that follow, for callbacks and errors
         # Of the last step, for callbacks.
         self.last_result: StepResult | None = None
         self.account: MemoryAccount | None = None
@@ -190,7 +187,6 @@ class ParallelEngine(nn.Module):
         self.current_workloads: Workloads | None = None
 
     def _sharders(self, model: PreTrainedModel) -> dict[str, Sharder]:
-        """Makes the sharder of the chunks of each module with context parallelism."""
         cp_sizes = {name: module.cp_size for name, module in self.plan.modules.items() if module.cp_size > 1}
         return {
             name: self._context_sharder()
@@ -200,7 +196,6 @@ class ParallelEngine(nn.Module):
         }
 
     def _context_sharder(self) -> ContextSharder:
-        """Makes the sharder of the language model's microbatches."""
         media = frozenset().union(*self.encoder_inputs.values())
         costs, windows = layer_costs(self.costs, self.plan), self.spec.language_model.attention_windows
         return ContextSharder(self.plan, self.spec.placeholders, media, costs, windows)
@@ -278,7 +273,6 @@ class ParallelEngine(nn.Module):
         )
 
     def _loss(self, logits: Tensor, labels: Tensor, shifted: bool) -> tuple[Tensor, Tensor]:
-        """The loss summed over target tokens, and their number."""
         if self.options.loss_function is None:
             return token_loss(self.model, logits, labels, self.options.label_smoothing, shifted)
         if shifted:
@@ -333,7 +327,6 @@ class ParallelEngine(nn.Module):
                 self.partial |= apply_module_tp(self.model, self.spec.modules[module], mesh, owned)
 
     def _share_experts(self, module: str, stage: int, names: Collection[str]) -> None:
-        """Gives this rank its experts of some parameters of a stage."""
         groups = self.plan.modules[module].expert_groups(stage)
         group = next(group for group in groups if any(self.rank in tp_group for tp_group in group))
         tp_group = next(tp_group for tp_group in group if self.rank in tp_group)
@@ -348,7 +341,6 @@ class ParallelEngine(nn.Module):
         )
 
     def _make_router_loss(self) -> RouterLoss | None:
-        """Makes the loss over the experts' load that the model's own loss contains."""
         if self.options.loss_function is not None or self.options.label_smoothing:
             return None
         layers = (layer for stage in self.stages.values() for layer in stage.own_layers.values())
@@ -368,10 +360,7 @@ class ParallelEngine(nn.Module):
                 yield key, ExpertLoad(layers, module.num_layers, count, self.device)
 
     def take_expert_imbalance(self) -> dict[str, float]:
-        """
-        Returns module -> how much more tokens the busiest expert of a layer has had than the mean one since the last
-        call. Collective if the model has experts.
-        """
+        """Module -> excess of the busiest expert over the mean one since the last call. Collective with experts."""
         result = {}
         for name, module in self.spec.modules.items():
             if not module.num_experts or self.options.compilation is not None:
@@ -416,10 +405,6 @@ class ParallelEngine(nn.Module):
                 stage.row_shares = self.plan.stage(name, replica, index).tp_size
             keep_rows_split(stage.own_layers, self.spec.layers_with_features | ({*borders.values()} - kept))
 
-    def plan_steps_with(self, planner: StepPlanner) -> None:
-        """Names the planner of the training steps that follow, for callbacks and errors."""
-        self.planner = planner
-
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """A block in which the next training step is read, whose duration callbacks compare with the step's."""
@@ -430,7 +415,6 @@ class ParallelEngine(nn.Module):
 
     @property
     def holds_all_trained(self) -> bool:
-        """Whether this rank holds every parameter that is trained."""
         return not any(
             parameter.trainable and not self.sharded.holds(name) for name, parameter in self.spec.parameters.items()
         )
@@ -458,12 +442,10 @@ class ParallelEngine(nn.Module):
                 torch.get_device_module(self.device).manual_seed(seed)
 
     def batch_indices(self, task: Task) -> tuple[int, ...]:
-        """Returns the samples of a task of the step that ran last."""
         assert self.current_step is not None
         return self.current_step.chunk(task.module, task.replica, task.microbatch, task.chunk)
 
     def first_rank(self, task: Task) -> int:
-        """Returns the rank that reports for a task's stage."""
         return self.plan.stage(task.module, task.replica, task.stage).all_ranks[0]
 
     def leads_cp_rank(self, task: Task) -> bool:
@@ -549,7 +531,6 @@ class ParallelEngine(nn.Module):
         self.router_loss.weigh(self._routed, max(self._num_targets, 1))
 
     def _compare_steps(self, batch: StepBatch) -> None:
-        """Raises on all ranks unless they are about to run the same step. Collective."""
         with track_activity("comparing the step", waits=True):
             self._check_step(batch.fingerprint, batch.step)
 
@@ -571,10 +552,7 @@ class ParallelEngine(nn.Module):
         return result
 
     def take_token_metrics(self) -> tuple[float, float] | None:
-        """
-        Returns the mean accuracy and entropy over all target tokens since the last call, `None` without any.
-        Collective.
-        """
+        """Mean accuracy and entropy of all target tokens since the last call, `None` without any. Collective."""
         sums = self.world.all_reduce(self._token_sums, activity="token metrics").tolist()
         self._token_sums.zero_()
         return (sums[0] / sums[2], sums[1] / sums[2]) if sums[2] else None
@@ -596,7 +574,6 @@ class ParallelEngine(nn.Module):
         return totals, self.num_signs.pop(_UNUSED)
 
     def gradient_norm(self) -> torch.Tensor:
-        """Returns the 2-norm of the gradient over all modules. Collective."""
         return self.norm_of_square(self.world.all_reduce(self.gradient_square(), activity="norm of the gradient"))
 
     def gradient_square(self) -> torch.Tensor:

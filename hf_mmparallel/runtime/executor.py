@@ -162,16 +162,12 @@ class StepFunctions:
 
 @dataclass
 class _RunningTask:
-    """A task between its forward and its backward."""
-
     outputs: list[Tensor]  # what other tasks receive
     losses: list[Tensor]  # the loss whose backward starts here, if there is one
     inputs: dict[str, Tensor]  # producer module -> the tokens that the task received, a leaf of its graph
 
 
 class Executor:
-    """The interpreter of programs on one rank."""
-
     def __init__(
         self,
         plan: ParallelPlan,
@@ -249,8 +245,6 @@ class Executor:
 
 
 class _Step:
-    """The state of one step on one rank."""
-
     def __init__(self, executor: Executor, program: Program, data: StepData, on_logits: LogitsFunction | None):
         self.executor = executor
         self.program = program
@@ -276,7 +270,7 @@ class _Step:
         self.unsent = Counter(a.message.source for a in own_actions if a.op == "send" and a.message is not None)
 
     def receive(self, message: Message) -> None:
-        payload, task = self.messages.payload(message), message.target
+        payload, task = self.messages.payloads.of(message), message.target
         if message.kind == "act":
             shapes = self.messages.shapes(payload, task)
         else:
@@ -286,7 +280,7 @@ class _Step:
 
     def send(self, message: Message) -> None:
         """Sends outputs of a task to one of its consumers, or the gradient of an input to one of its producers."""
-        payload, task = self.messages.payload(message), message.source
+        payload, task = self.messages.payloads.of(message), message.source
         if message.kind == "act":
             outputs = payload.select_outputs(self.running[task.key].outputs)
             tokens = _flat_tokens([output.detach() for output in outputs], payload.width)
@@ -324,7 +318,6 @@ class _Step:
                     output.backward(torch.zeros_like(output))
 
     def forward(self, task: Task) -> None:
-        """Runs a stage's forward on one chunk."""
         executor = self.executor
         needs_graph = self.program.has_backward(task)
         leaves, received = self.received_tensors(task, needs_graph)
@@ -435,7 +428,6 @@ class _Step:
         self.put_off[task.key] = gradients
 
     def weight_gradient(self, task: Task) -> None:
-        """Computes the gradients of weights that were put off."""
         owner, passes, key = self.executor.weight_gradients, self.executor.functions.passes, task.stage_key
         if not self.parts.get(key):
             last = passes.last_weights.get(key, ())

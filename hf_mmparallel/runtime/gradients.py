@@ -20,10 +20,7 @@ from .optimizer_slices import FlatSlice, LocalShard, OptimizerSlices, Regions, b
 
 
 def accumulate_in_float32(parameters: Iterable[nn.Parameter]) -> None:
-    """
-    Lets autograd add up the gradients of 16-bit parameters in float32 over all chunks of a step; each backward still
-    computes in the parameter's dtype.
-    """
+    """Lets autograd add up the gradients of 16-bit parameters in float32 over all chunks of a step."""
     for parameter in parameters:
         if parameter.dtype.itemsize < torch.float32.itemsize:
             _change_gradient_dtype(parameter, torch.float32)
@@ -45,8 +42,6 @@ def _change_gradient_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class _Sum:
-    """A gradient sum of this rank."""
-
     names: tuple[str, ...]  # of the parameters
     shards: list[LocalShard]  # what this rank adds the gradients of
     group: dist.ProcessGroup  # all ranks of the sum
@@ -61,8 +56,6 @@ class _Sum:
 
 @dataclass
 class _StartedSum:
-    """A sum in flight."""
-
     of: _Sum
     works: list[Any] = field(default_factory=list)  # all-reduces
     buckets: list[tuple[list[nn.Parameter], ReduceScatter]] = field(default_factory=list)  # reduce-scatters, by bucket
@@ -214,7 +207,6 @@ class GradientSync:
             of_step.clear()
 
     def _drop_unused(self, used: torch.Tensor) -> None:
-        """Leaves `grad=None` on parameters that no rank used, as on one process, so that the optimizer skips them."""
         is_used = dict(zip(self._index, used.tolist(), strict=True))
         for started in self._started.values():
             for name, parameter in zip(started.of.names, started.of.parameters, strict=True):

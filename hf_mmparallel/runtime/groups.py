@@ -109,14 +109,10 @@ class ProcessGroups:
                     mesh_dim_names=(f"cut_{next(_mesh_numbers)}",),
                 )
         if world.on_device:
-            self._connect(world)
-
-    def _connect(self, world: World) -> None:
-        """Uses every group once, in one order on all ranks."""
-        # NCCL connects a group in its first call, which blocks the host until its peers have come
-        token = torch.zeros(1, device=world.device)
-        for ranks in sorted(self.by_ranks):
-            dist.all_reduce(token, group=self.by_ranks[ranks])
+            # NCCL connects a group in its first call, which blocks the host until its peers have come: in one order
+            token = torch.zeros(1, device=world.device)
+            for ranks in sorted(self.by_ranks):
+                dist.all_reduce(token, group=self.by_ranks[ranks])
 
     def mesh(self, ranks: tuple[int, ...]) -> DeviceMesh | None:
         """Returns the mesh of ranks that cut parameters, `None` for a single rank."""

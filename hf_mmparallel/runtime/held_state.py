@@ -44,10 +44,7 @@ class HeldParameter:
         return replace(self, values=self.values.to(device), state=state)
 
     def region(self, name: str, region: Region | None) -> HeldParameter:
-        """
-        Copies a region, or all of it, to host memory. Raises `ValueError` for state of other shapes, which can't be
-        cut.
-        """
+        """Copies a region, or all of it, to host memory; raises `ValueError` for state that can't be cut."""
         part, places = _Outline.of(self, name, region).blank()
         for place, rows in zip(places, self.messages(region), strict=True):
             place.view(rows.shape).copy_(rows)
@@ -88,7 +85,6 @@ def check_cuttable(state: Mapping[str, Any], values: torch.Tensor, name: str) ->
 
 
 def _is_like(value: Any, values: torch.Tensor) -> bool:
-    """Returns whether state has a value for each of the values of a parameter."""
     return isinstance(value, torch.Tensor) and value.shape == values.shape
 
 
@@ -145,15 +141,12 @@ def _rows(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class _SentTensor(NamedTuple):
-    """A tensor that is sent separately."""
-
     shape: torch.Size
     dtype: torch.dtype
     sizes: tuple[int, ...]  # elements of each message
 
     @classmethod
     def of(cls, tensor: torch.Tensor, region: Region | None) -> _SentTensor:
-        """What is sent of a tensor, or of a region of it."""
         shape, part = (tensor.shape, tensor) if region is None else (region.shape(tensor), region.of(tensor))
         return cls(shape, tensor.dtype, tuple(rows.numel() for rows in _rows(part)))
 
@@ -275,10 +268,7 @@ class _Window:
 def give_to_optimizer(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, held: Mapping[str, HeldParameter]
 ) -> None:
-    """
-    Lets an optimizer, with the same groups on all ranks, update the trained parameters of a model that has been laid
-    out anew; [`restore_state`] gives its state back.
-    """
+    """Lets an optimizer update the trained parameters of a model that was laid out anew, before `restore_state`."""
     for group in optimizer.param_groups:
         group["params"] = []
     for name, parameter in model.named_parameters():

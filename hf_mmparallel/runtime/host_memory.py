@@ -114,7 +114,6 @@ def _rest(folder: Path) -> Iterator[int]:
 
 
 def _droppable(folder: Path) -> int:
-    """Bytes of files in a group's memory that count as used and are dropped when memory is short."""
     entries = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
     return max((int(entries[name]) for name in _CACHE if name in entries), default=0)
 

@@ -166,7 +166,6 @@ class StagePasses:
             self._advance()
 
     def compute(self) -> None:
-        """Waits, before the pass computes, for what is in no layer."""
         if not self._is_empty:
             self._wait(self.units[REST])
 
@@ -175,7 +174,6 @@ class StagePasses:
         self._reach(layer - self.stage.layers[0], 0)
 
     def end(self) -> None:
-        """Issues what is left of a pass."""
         while self._done < len(self._actions):
             self._advance()
         self._direction = None
@@ -241,7 +239,6 @@ class StagePasses:
                 self.sums.add(group)
 
     def free_rest(self) -> None:
-        """Frees what was kept, see [`~StagePasses.start_step`]."""
         if self.gathers:
             self._free(self.units[REST])
 
@@ -253,7 +250,6 @@ class StagePasses:
         free(member for group in unit.groups for member in group.divided_weights)
 
     def _wait(self, unit: _Unit) -> None:
-        """Waits for the weights of a unit, whose memory is allocated only now."""
         for gathering in unit.gathering:
             allocate(gathering[-1])
             copy_gathered(*gathering)
@@ -273,11 +269,9 @@ class LastBackward:
             layer.register_forward_hook(lambda layer, args, output, index=index: self._after_forward(index, output))
 
     def start_step(self, kinds: Sequence[TaskKind], runs: Sequence[Run], keeps_rest: bool = False) -> None:
-        """See [`StagePasses`]."""
         self._kinds, self._is_last = list(kinds)[::-1], False
 
     def begin(self, is_empty: bool) -> None:
-        """See [`StagePasses`]."""
         kind = self._kinds.pop()
         # the last tasks that fill share the layers of all of their chunks among them
         others = [other for other in self._kinds if not (kind.fills and other.fills)]
@@ -290,12 +284,10 @@ class LastBackward:
         """Does nothing, see [`StagePasses`]."""
 
     def reach(self, layer: int) -> None:
-        """See [`StagePasses`]."""
         if self._is_last:
             self.note(layer)
 
     def end(self) -> None:
-        """See [`StagePasses`]."""
         self._is_last = False
 
     def _after_forward(self, layer: int, output: Any) -> None:
@@ -313,8 +305,6 @@ def _restricted(groups: Sequence[SlicedGroup], members: Iterable[nn.Parameter]) 
 
 
 class TaskHooks:
-    """What happens beside the computation in the tasks of this rank."""
-
     def __init__(self, by_stage: Mapping[StageKey, StagePasses | LastBackward] | None = None):
         self.by_stage = by_stage or {}
         self.runs: Mapping[str, Sequence[Run]] = {}  # encoder -> modalities that any rank encodes in this step
@@ -327,7 +317,7 @@ class TaskHooks:
         tasks = [action.task for action in actions if action.task is not None and _is_pass(action.task)]
         last = {task.stage_key[:2]: task for task in tasks}
         self.last_weights = {
-            key: _last_that_fill([task for task in tasks if task.stage_key == key])
+            key: list(takewhile(lambda task: task.row.fills, (t for t in reversed(tasks) if t.stage_key == key)))[::-1]
             for key, passes in self.by_stage.items()
             if isinstance(passes, LastBackward)
         }
@@ -367,13 +357,7 @@ class TaskHooks:
         return [self.by_stage[task.stage_key]] if has_pass else []
 
 
-def _last_that_fill(tasks: Sequence[Task]) -> list[Task]:
-    """The tasks that fill behind all others of a stage."""
-    return list(takewhile(lambda task: task.row.fills, reversed(tasks)))[::-1]
-
-
 def _is_pass(task: Task) -> bool:
-    """Whether a task needs the weights of layers or completes their gradients."""
     return task.row.runs_layers or task.row.adds_gradients
 
 

@@ -33,8 +33,6 @@ from .work import Arrival
 
 
 class Handle(Protocol):
-    """A started transfer."""
-
     def wait(self) -> object: ...
 
     def is_completed(self) -> bool: ...
@@ -85,27 +83,22 @@ class DistributedTransport:
     def send(self, tensor: torch.Tensor, target: int) -> Handle:
         if self._through_host:
             tensor = tensor.cpu()
-        return _Sent(_started(dist.isend(tensor, self.world.processes[target], self.world.group)), tensor)
+        return _Sent(dist.isend(tensor, self.world.processes[target], self.world.group), tensor)
 
     def recv(self, buffer: torch.Tensor, source: int) -> Handle:
         group, process = self.world.group, self.world.processes[source]
         if self._through_host and buffer.device.type != "cpu":
             host = torch.empty(buffer.shape, dtype=buffer.dtype)
-            return _Copied(_started(dist.irecv(host, process, group)), host, buffer)
-        return _started(dist.irecv(buffer, process, group))
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    """Returns the handle of a transfer; `torch` gives none to a rank outside of the group."""
-    assert work is not None
-    return work
+            return _Copied(dist.irecv(host, process, group), host, buffer)
+        work: Any = dist.irecv(buffer, process, group)
+        return work
 
 
 @dataclass
 class _Sent:
     """A send whose tensor has to stay alive until it has left, which gloo reports only to `wait`."""
 
-    work: Handle
+    work: Any  # `dist.Work`
     tensor: torch.Tensor
 
     def wait(self) -> None:
@@ -119,7 +112,7 @@ class _Sent:
 class _Copied:
     """A receive into host memory that is copied to the device when it is waited for."""
 
-    work: Handle
+    work: Any  # `dist.Work`
     host: torch.Tensor
     buffer: torch.Tensor
 
@@ -143,15 +136,12 @@ class StepMessages:
         self.payloads = payloads
         self.inputs = inputs
 
-    def payload(self, message: Message) -> Payload:
-        return self.payloads.of(message)
-
     def routes(self, message: Message, task: Task, num_tokens: int) -> list[IndexedRoute]:
         """
         Returns the routes of a message that begin or end on this rank, each with the indices of its tokens among the
         `num_tokens` that the task of this rank has here, `None` for all of them in order.
         """
-        payload, rank = self.payload(message), self.inputs.rank
+        payload, rank = self.payloads.of(message), self.inputs.rank
         is_producer = task.key == ends_of(message)[0].key
         if payload.features is None:
             indices, routes = None, hidden_state_routes(num_tokens, payload.producer_mesh, payload.consumer_mesh)
@@ -167,7 +157,7 @@ class StepMessages:
         self, message: Message, features: tuple[FeatureSpec, ...], is_producer: bool
     ) -> tuple[torch.Tensor, list[Route]]:
         """Returns the index of each token of a message at the end that this rank runs, and all of its routes."""
-        payload, (producer, consumer) = self.payload(message), ends_of(message)
+        payload, (producer, consumer) = self.payloads.of(message), ends_of(message)
         here, there = (producer, consumer) if is_producer else (consumer, producer)
         shared = set(self.inputs.samples(consumer))
         samples = [sample for sample in self.inputs.samples(producer) if sample in shared]
@@ -248,7 +238,8 @@ class MessageQueues:
                 if source != self.rank:
                     buffer = self.empty(slice_.num_tokens, payload)
                     incoming.handles.append(self.transport.recv(buffer, source))
-                arriving.append(_ReceivedSlice(slice_, _index_of(index, slice_), buffer))
+                own_index = None if index is None else index[slice_.start : slice_.stop]
+                arriving.append(_ReceivedSlice(slice_, own_index, buffer))
             incoming.slices.append(arriving)
         self._received.setdefault(message.target, []).append(incoming)
 
@@ -344,7 +335,6 @@ class MessageQueues:
             handle.wait()
 
     def finish(self) -> None:
-        """Waits for all sends in flight."""
         for task in list(self._sent):
             self.wait_for_sends(task)
 
@@ -353,7 +343,3 @@ def _direction(message: Message, slice_: Slice) -> tuple[int, int]:
     """Returns the rank that sends a slice of a message, and the one that receives it."""
     ends = slice_.producer, slice_.consumer
     return ends if message.kind == "act" else (ends[1], ends[0])
-
-
-def _index_of(index: Tensor | None, slice_: Slice) -> Tensor | None:
-    return None if index is None else index[slice_.start : slice_.stop]

@@ -57,15 +57,13 @@ def _plain_value(value: Any, what: str) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     parts = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ()
-    if type(value) not in (*_PLAIN, list, tuple, dict) or (isinstance(value, dict) and not all(map(_is_key, value))):
+    if type(value) not in (*_PLAIN, list, tuple, dict) or (
+        isinstance(value, dict) and not all(type(key) in _PLAIN for key in value)
+    ):
         raise ValueError(f"The optimizer's `{what}={value!r}` can't be saved. Use a number, string or list.")
     for part in parts:
         _plain_value(part, what)
     return value
-
-
-def _is_key(value: Any) -> bool:
-    return type(value) in _PLAIN
 
 
 class _Collected:
@@ -242,7 +240,6 @@ class _Values:
         self._file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """Waits until what this rank wrote is on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -308,10 +305,7 @@ def _as_wide(key: str, value: Any, like: torch.Tensor) -> Any:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """
-    Reads a file of optimizer state, tensors when they are used; raises `ValueError` for a file that is not there, is
-    cut short, or holds more than tensors and plain values.
-    """
+    """Reads a file of optimizer state, tensors when they are used; raises `ValueError` for one that can't be read."""
     check_complete(path.parent, path.name)
     try:
         is_mapped = zipfile.is_zipfile(path)  # not what torch saved before 1.6
@@ -411,7 +405,6 @@ def _states(
 
 
 def _another_optimizer(folder: Path, name: str, parameter: torch.Tensor, shape: Sequence[int] | None) -> ValueError:
-    """Returns the error for the state of a parameter that is missing or has another shape."""
     has = "nothing" if shape is None else f"shape {tuple(shape)}"
     return ValueError(
         f"`{folder}` is the optimizer state of another model: it has {has} for `{name}` of shape "

@@ -83,8 +83,6 @@ def local_regions(
 
 @dataclass(frozen=True, eq=False)
 class LocalShard:
-    """A shard on this rank."""
-
     parameter: nn.Parameter
     region: Region | None = None  # where it lies in this rank's part of the parameter; `None` if it is all of that
 
@@ -93,7 +91,6 @@ class LocalShard:
         return local(tensor) if self.region is None else self.region.of(local(tensor))
 
     def numel(self) -> int:
-        """Counts its elements."""
         return self.of(self.parameter).numel()
 
 
@@ -114,7 +111,6 @@ class FlatSlice:
     group: Any  # the process group of the ranks that divide the tensor
 
     def length(self, numel: int) -> int:
-        """See [`slice_length`]."""
         return slice_length(numel, self.num_slices)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,10 +147,7 @@ def local_shard(parameter: torch.Tensor, flat_slice: FlatSlice | None = None) ->
 
 
 def join(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """
-    Gives state with a value for each element of an entry the form of the model's parameter: a `DTensor`, or whole.
-    Collective over the shard group of a slice.
-    """
+    """Gives state with a value for each element of an entry the form of the model's parameter. Collective."""
     whole, flat_slice = whole_parameter(parameter), slice_of(parameter)
     if not isinstance(value, DTensor):
         value = value.to(local(whole).device)  # from the host, where it may be updated

@@ -104,10 +104,7 @@ def prepare_optimizer(
 
 
 def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """
-    Gives the optimizers of all ranks the same groups in the same order, some of them empty, so that a parameter that
-    comes to another rank has its group there. Collective.
-    """
+    """Gives the optimizers of all ranks the same groups in the same order, some of them empty. Collective."""
     kinds: Counter[str] = Counter()
     own: dict[tuple[str, int], dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -124,7 +121,6 @@ def give_same_groups(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int, entry: Any) -> None:
-    """Lets an optimizer update a shard or slice in place of the whole parameter, with its part of the state."""
     parameter, flat_slice = group["params"][index], slice_of(entry)
     group["params"][index] = entry
     for key, value in optimizer.state.pop(parameter, {}).items():  # of optimizers that make it at once
@@ -135,7 +131,6 @@ def _replace(optimizer: torch.optim.Optimizer, group: dict[str, Any], index: int
 
 
 def _check_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, StorageSettings]) -> None:
-    """Refuses an optimizer that can't update copies of weights as the settings ask for."""
     settings = [storage[parameter] for parameter in entries_of(optimizer) if parameter in storage]
     if any(setting.offload_optimizer for setting in settings):
         check_offloaded(optimizer)
@@ -167,7 +162,6 @@ def _update_copies(optimizer: torch.optim.Optimizer, storage: Mapping[Any, Stora
 
 
 def _check_independence(optimizer: torch.optim.Optimizer, what_ranks_have: str, remedy: str) -> None:
-    """Refuses an optimizer whose update of a parameter depends on those that are before it in its group."""
     for index, group in enumerate(optimizer.param_groups):
         for num_dims in sorted({p.dim() for p in group["params"]}):
             like = next(p for p in group["params"] if p.dim() == num_dims)
@@ -186,7 +180,6 @@ def _check_independence(optimizer: torch.optim.Optimizer, what_ranks_have: str, 
 
 
 def _check_slices(optimizer: torch.optim.Optimizer, sliced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Refuses an optimizer whose update of a slice of a flattened parameter is not that slice of its update."""
     if not sliced:
         return
     cause = None
@@ -252,7 +245,6 @@ def _needs_local_shards(optimizer: torch.optim.Optimizer, sliced: Collection[nn.
 
 
 def _check_later_cuts(optimizer: torch.optim.Optimizer, later: Mapping[Any, PossibleCuts]) -> None:
-    """Refuses an optimizer that could not update parameters that later plans cut, or whose state could not be cut."""
     for index, group in enumerate(optimizer.param_groups):
         kinds: dict[Any, nn.Parameter] = {}
         for parameter in group["params"]:
@@ -273,7 +265,6 @@ def _check_later_cuts(optimizer: torch.optim.Optimizer, later: Mapping[Any, Poss
 
 
 def _check_state(optimizer: torch.optim.Optimizer, index: int, like: torch.Tensor, name: str) -> None:
-    """Refuses an optimizer whose state of a parameter can't be cut."""
     most = round(_MANY_VALUES ** (1 / max(1, like.dim())))
     probe = _stepped_probe(optimizer, index, [_Trial([min(size, most) for size in like.shape], like.device, 4)])
     if not isinstance(probe, Exception):

@@ -39,7 +39,6 @@ class MemoryAccount:
         return f"{said}{_allocated(device)} {self._remedy(action.task, predicted)}"
 
     def optimizer_sentence(self, optimizer: torch.optim.Optimizer, error: BaseException, device: torch.device) -> str:
-        """Makes the error message for all ranks if the step of the optimizer does not fit."""
         held = [f"`{name}` (layers {first}-{stop - 1})" for name, (first, stop) in self._stages()]
         said = (
             f"Rank {self.rank} ran out of memory in the optimizer's step of {' and '.join(held)}: {_reason(error)}. "

@@ -138,7 +138,6 @@ class Payload:
     num_outputs: int = 0  # features of the producer's module
 
     def num_tokens(self, shape: Sequence[int]) -> int:
-        """Counts the tokens of a tensor; a hidden state that is several times wider counts as several."""
         return math.prod(shape) // self.width
 
     @property

@@ -14,7 +14,7 @@ import math
 import pickle
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -47,45 +47,8 @@ _TABLE_CLASSES = {
 }
 
 
-class ShardedFiles(Protocol):
-    """Weights and optimizer state of all parameters."""
-
-    @property
-    def names(self) -> Collection[str]:
-        """The parameters with optimizer state."""
-        ...
-
-    def weight(self, name: str, shape: torch.Size) -> torch.Tensor | None:
-        """A whole parameter or buffer; `None` if it is not there."""
-        ...
-
-    def state(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """The optimizer state of a whole parameter."""
-        ...
-
-
-def sharded_files(folder: Path) -> ShardedFiles | None:
-    """
-    Returns the files of a checkpoint of FSDP2 or DeepSpeed; `None` for a folder without any. Raises `ValueError` for
-    one of DeepSpeed without its universal form.
-    """
-    if (folder / _FSDP_WEIGHTS).is_dir() or (folder / _FSDP_STATE).is_dir():
-        return _FsdpFiles(folder)
-    steps = sorted(path for path in folder.glob(f"{_DEEPSPEED}*") if path.is_dir())
-    universal = [path for path in steps if (path / _UNIVERSAL).is_dir()]
-    if universal:
-        return _UniversalFiles(folder, universal[-1] / _UNIVERSAL)
-    if steps:
-        raise ValueError(
-            f"`{steps[-1]}` has the form of one DeepSpeed layout. Convert it first: `python -m "
-            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {steps[-1]} --output_folder "
-            f"{steps[-1]}_universal`."
-        )
-    return None
-
-
 class _FsdpFiles:
-    """A sharded state dict of FSDP2."""
+    """A sharded state dict of FSDP2, by the names of parameters; a weight that it does not have is `None`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -219,11 +182,7 @@ class _UniversalFiles:
 
     def __init__(self, checkpoint: Path, folder: Path):
         self.checkpoint, self.folder = checkpoint, folder
-        self._names = {path.name for path in folder.iterdir() if (path / f"{_WEIGHT}.pt").is_file()}
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._names
+        self.names: Collection[str] = {path.name for path in folder.iterdir() if (path / f"{_WEIGHT}.pt").is_file()}
 
     def weight(self, name: str, shape: torch.Size) -> torch.Tensor | None:
         path = self.folder / name / f"{_WEIGHT}.pt"
@@ -238,6 +197,26 @@ class _UniversalFiles:
             with readable(trainer_state):
                 found["step"] = torch.tensor(float(json.loads(trainer_state.read_text())["global_step"]))
         return found
+
+
+ShardedFiles = _FsdpFiles | _UniversalFiles
+
+
+def sharded_files(folder: Path) -> ShardedFiles | None:
+    """The files of a checkpoint of FSDP2, or of DeepSpeed's universal form; `None` for a folder without any."""
+    if (folder / _FSDP_WEIGHTS).is_dir() or (folder / _FSDP_STATE).is_dir():
+        return _FsdpFiles(folder)
+    steps = sorted(path for path in folder.glob(f"{_DEEPSPEED}*") if path.is_dir())
+    universal = [path for path in steps if (path / _UNIVERSAL).is_dir()]
+    if universal:
+        return _UniversalFiles(folder, universal[-1] / _UNIVERSAL)
+    if steps:
+        raise ValueError(
+            f"`{steps[-1]}` has the form of one DeepSpeed layout. Convert it first: `python -m "
+            f"deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {steps[-1]} --output_folder "
+            f"{steps[-1]}_universal`."
+        )
+    return None
 
 
 def _read_tensor(path: Path, shape: torch.Size) -> torch.Tensor:

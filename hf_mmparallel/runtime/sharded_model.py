@@ -65,7 +65,6 @@ class ShardedModel:
 
     @functools.cached_property
     def shards(self) -> dict[str, ParameterShards]:
-        """Parameter -> where it lives."""
         return parameter_shards(self.spec, self.plan)
 
     @functools.cached_property
@@ -225,7 +224,6 @@ class ShardedModel:
 
     @functools.cached_property
     def _resized_embeddings(self) -> list[str]:
-        """See [`resized_embeddings`]. Collective on first access."""
         return self.world.from_first_rank(lambda: resized_embeddings(self.model, self.spec))
 
     # Loading
@@ -289,10 +287,7 @@ class ShardedModel:
         return nullcontext() if self.slices is None else self.slices.rewriting(parameters)
 
     def load_adapters(self, folder: str | Path, adapter: Adapter) -> None:
-        """
-        Reads what [`ShardedModel.save_adapters`] wrote under any layout, in place; raises `ValueError` on all ranks if
-        the adapters are another model's.
-        """
+        """Reads what [`ShardedModel.save_adapters`] wrote under any layout, in place."""
         self.world.raise_together(lambda: self._read_adapters(adapter_folder(folder, adapter), adapter))
 
     @torch.no_grad()

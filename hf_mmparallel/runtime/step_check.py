@@ -192,10 +192,7 @@ def add_up(
     signs: Mapping[str, int],
     weighed: LossWeights,
 ) -> tuple[StepTotals, dict[str, int]]:
-    """
-    Adds up a step over all ranks: the totals, and `signs`, such as how many ranks have noticed each of [`SIGNS`].
-    Collective. The host does not wait for the device, on which the loss stays.
-    """
+    """Adds up a step, and `signs` of what ranks have noticed, without waiting for the device. Collective."""
     names = [LANGUAGE_MODEL, *weighed.factors]
     sums = torch.zeros(len(names), dtype=torch.float64, device=world.device)
     numbers = torch.tensor([0, 0, 0, *signs.values()], dtype=torch.int64)
@@ -326,7 +323,6 @@ class FirstStepCheck:
         has_loss: bool,  # the loss is the model's own
         smooths: bool,
     ) -> FirstStepCheck:
-        """The check of what a rank holds."""
         rank, named = sharded.world.rank, dict(sharded.model.named_parameters())
 
         def held(name: str, ranks: tuple[int, ...]) -> LocalShard:
@@ -475,7 +471,6 @@ class FirstStepCheck:
 
 
 def _other_function(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Returns a sentence if a model's loss function is not that of the next token."""
     # The logits of an untrained model say little: whatever the target, its loss is that of the uniform distribution.
     drawn = torch.Generator().manual_seed(0)
     logits = 8 * torch.randn(1, 16, 32, generator=drawn).to(device)

@@ -112,7 +112,6 @@ class StepInputs:
         return self.planned_stage(task).cp_rank_of(self.rank)
 
     def is_last(self, task: Task) -> bool:
-        """Returns whether the task's stage is the last one of its replica."""
         return task.stage == len(self.plan.modules[task.module].replicas[task.replica]) - 1
 
     def makes_logits(self, task: Task) -> bool:
@@ -128,7 +127,6 @@ class StepInputs:
         return not self.samples(task)
 
     def samples(self, task: Task) -> tuple[int, ...]:
-        """Returns batch indices of the samples of a task."""
         return self.step.chunk(*_chunk_key(task))
 
     def whole_batch(self, task: Task) -> Mapping[str, Any]:
@@ -178,7 +176,6 @@ class StepInputs:
         self._on_device.pop(task.key, None)
 
     def forward_batch(self, task: Task, has_input_grad: bool) -> Mapping[str, Any]:
-        """Returns [`~StepInputs.batch`] for the forward of a task."""
         batch = self.batch(task)
         words = batch.get(WORDS)
         if not isinstance(words, SequenceShard) or not has_input_grad:
@@ -193,7 +190,6 @@ class StepInputs:
         return words.gather_tokens(tokens) if isinstance(words, SequenceShard) else tokens
 
     def hidden_shapes(self, task: Task) -> list[torch.Size]:
-        """Returns shapes of the hidden states that the stage of a task receives."""
         if task.key not in self._shapes:
             # an encoder's follow from a forward
             inputs = self.host_batch(task) if task.module == LANGUAGE_MODEL else self.batch(task)
@@ -278,7 +274,6 @@ def check_feature_tokens(inputs: StepInputs, task: Task, outputs: Sequence[Tenso
 
 
 def check_labels(batch: Mapping[str, Any]) -> None:
-    """Refuses a batch to train on that has no labels."""
     if batch.get("labels") is None and batch.get("shift_labels") is None:
         raise ValueError(
             f"The batch has no `labels` to train on, only {', '.join(f'`{name}`' for name in batch)}. Add a "

@@ -44,7 +44,6 @@ def source_of_copy(entry: torch.Tensor) -> Any:
 
 
 def is_offloaded(entry: torch.Tensor) -> bool:
-    """Returns whether an entry of an optimizer is a copy in host memory whose step is on the CPU."""
     return getattr(entry, "is_offloaded", False)
 
 
@@ -60,10 +59,7 @@ def needs_copy(entry: torch.Tensor, storage: StorageSettings) -> bool:
 
 
 def copy_for_update(entry: torch.Tensor, storage: StorageSettings) -> nn.Parameter:
-    """
-    Copies an entry of an optimizer: to float32 unless master weights are switched off, to host memory (pinned beside a
-    GPU) if the optimizer is offloaded.
-    """
+    """Copies an entry of an optimizer to float32, and to (pinned) host memory if the optimizer is offloaded."""
     if storage.offload_optimizer and isinstance(entry, DTensor):
         entry = local_shard(entry)
     dtype = torch.float32 if storage.has_master_weights and entry.dtype in _HALF else entry.dtype

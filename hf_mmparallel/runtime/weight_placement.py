@@ -55,10 +55,7 @@ def place_weights(
 
 
 def load_held(held: Mapping[str, torch.Tensor]) -> LoadFunction:
-    """
-    Makes a function that gives a pruned model on the meta device weights, or shards, that a rank has already; memory
-    without values to those of which it has a slice, see [`~OptimizerSlices.fill`].
-    """
+    """Gives a pruned model on the meta device weights that a rank has; memory to those of which it has a slice."""
 
     def load(model: Any, layers: Collection[Collection[str]]) -> Iterator[Collection[str]]:
         left = {name: parameter for name, parameter in model.named_parameters() if parameter.is_meta}

@@ -27,8 +27,6 @@ from .step_inputs import StepInputs
 
 @dataclass
 class ModuleWork:
-    """What a module computed on."""
-
     # Tokens that its layers saw: those of samples in the language model, without padding; those that entered the first
     # layer of an encoder, before anything merges or pools them.
     tokens: float = 0.0
@@ -56,7 +54,6 @@ class WorkSums:
         self.known.add(tokens, float(squares))
 
     def end(self) -> None:
-        """Sends what is on the device to the host."""
         self._copy = None if self.squares is None else HostCopy(self.squares)
 
     def read(self) -> ModuleWork:
@@ -175,8 +172,6 @@ class BoundaryTraffic:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What was measured in one step on this rank."""
-
     timeline: Sequence[TimedTask] = ()
     duration_ms: float = 0.0  # from the first action to the last
     step_ms: float = 0.0  # from the first action to the end of the gradient sums
@@ -204,13 +199,11 @@ class StepResult:
         self.started = self.ended = self.summed = self.clock.mark()
 
     def end(self) -> None:
-        """Marks the end of the last action."""
         for work in self.work.values():
             work.end()
         self.ended = self.summed = self.clock.mark()
 
     def end_sums(self) -> None:
-        """Marks the end of the gradient sums."""
         self.summed = self.clock.mark()
 
     def is_done(self) -> bool:

@@ -54,7 +54,6 @@ def unfinished_name(path: Path) -> Path:
 
 
 def start_unfinished(path: Path) -> None:
-    """Makes the folder of [`unfinished_name`], without what unfinished saves have left. Raises [`SaveError`]."""
     with save_errors(path):
         _clear(path)
         unfinished_name(path).mkdir(parents=True)
@@ -188,7 +187,6 @@ class HostCopies:
         return copy.copy_(tensor)
 
     def reuse(self) -> None:
-        """Lets the next copies have the memory of all copies so far."""
         for key, copy in self._used:
             self._free[key].append(copy)
         self._used.clear()
@@ -341,7 +339,6 @@ class FolderSave:
             self._error = error
 
     def finish(self) -> None:
-        """Waits until the folder is there. Collective; does nothing the second time."""
         if self._is_finished:
             return
         self._is_finished = True

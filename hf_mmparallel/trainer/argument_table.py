@@ -1,7 +1,7 @@
 """
 What a plan does with each field of `TrainingArguments` and of `accelerator_config`, each argument of `Trainer`, and
-variables of `accelerate launch`: those that it refuses, with a reason, those without effect, and those that it honours
-in a way of its own; all others mean what they mean on one process. `docs/arguments.md` is made from it.
+variables of `accelerate launch`: those that it refuses, with a reason, and those without effect. All others are
+honoured. `docs/arguments.md` is made from it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,6 @@ class WithoutEffect:
     reason: str
 
 
-@dataclass(frozen=True)
-class Differs:
-    """An argument that is honoured, in a way of the plan's own."""
-
-    how: str
-
-
 def _is_given(value: Any) -> bool:
     return value is not None
 
@@ -55,9 +48,7 @@ LIGER_LOSSES = (
 )  # Liger's kernels of the loss; it has the second by default
 
 # fields of `TrainingArguments`
-ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
-    "learning_rate": Differs("That of modules without a `learning_rate` of their own; all follow one schedule."),
-    "weight_decay": Differs("That of modules without a `weight_decay` of their own."),
+ARGUMENTS: Mapping[str, Refused | WithoutEffect] = {
     "optim": Refused(
         lambda value: value in (OptimizerNames.LOMO, OptimizerNames.ADALOMO) or "layerwise" in str(value),
         "it updates weights inside the backward, before replicas have summed their gradients",
@@ -144,44 +135,6 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
         'Use `"random"`, `"sequential"` or `"group_by_length"`.',
         '`"batch_rebalance"`',
     ),
-    "per_device_train_batch_size": Differs(
-        "the mean number of samples in a microbatch of one replica of the language model"
-    ),
-    "gradient_accumulation_steps": Differs(
-        "microbatches take its place; it multiplies the global batch if `global_batch_size` is not given"
-    ),
-    "per_device_eval_batch_size": Differs(
-        "the samples of a microbatch, as many of which are in flight as fill the pipeline; losses are those of stock "
-        "batches"
-    ),
-    "label_smoothing_factor": Differs("smooths the prediction of the next token with every model"),
-    "activation_checkpointing": Differs(
-        "all modules recompute their layers; `activation_checkpointing` of a module is for one of them"
-    ),
-    "gradient_checkpointing": Differs("an older name of `activation_checkpointing`"),
-    "gradient_checkpointing_kwargs": Differs("an older name of `activation_checkpointing_kwargs`"),
-    "torch_compile": Differs(
-        "compiles the layers of each rank's stages; refused with `offload_activations` and with split backwards"
-    ),
-    "use_liger_kernel": Differs("replaces layers of the whole model before it is divided; the loss stays the plan's"),
-    "neftune_noise_alpha": Differs(
-        "noise of each microbatch, seeded as dropout is and scaled by the length of its rows, padded or packed; "
-        "refused with `cp_size` of the language model above 1"
-    ),
-    "use_cache": Differs("steps keep no cache; the configuration that is saved has the value"),
-    "seed": Differs(
-        "dropout is seeded by step, module, stage and microbatch, reading and collating by epoch and samples"
-    ),
-    "bf16_full_eval": Differs("as stock, for good: training after an evaluation outside of training is refused"),
-    "fp16_full_eval": Differs("as stock, for good: training after an evaluation outside of training is refused"),
-    "ignore_data_skip": Differs(
-        "as stock; without it a run goes on after the samples, not the batches, that were used"
-    ),
-    "dataloader_num_workers": Differs("the workers of a rank read the samples of its modules"),
-    "dataloader_prefetch_factor": Differs("global batches that each worker reads ahead"),
-    "ddp_backend": Differs("that of the ranks' process groups"),
-    "ddp_timeout": Differs("that of all collectives, also on the CPU"),
-    "accelerator_config.use_seedable_sampler": Differs("as stock; with `False` rank 0 draws the order for all ranks"),
     "ddp_find_unused_parameters": WithoutEffect(_NO_DDP),
     "ddp_bucket_cap_mb": WithoutEffect(_NO_DDP),
     "ddp_broadcast_buffers": WithoutEffect(_NO_DDP),
@@ -200,11 +153,7 @@ ARGUMENTS: Mapping[str, Refused | WithoutEffect | Differs] = {
 }
 
 # arguments of `Trainer`
-TRAINER_ARGUMENTS: Mapping[str, Refused | Differs] = {
-    "compute_loss_func": Differs(
-        "gets outputs with logits and labels alone, has to sum over target tokens and divide by `num_items_in_batch`, "
-        "and is refused with `cp_size` above 1"
-    ),
+TRAINER_ARGUMENTS: Mapping[str, Refused] = {
     "model_init": Refused(
         _is_given,
         "the plan, each rank's part and the optimizer are made once, of one model",
@@ -286,13 +235,8 @@ def is_default(args: Any, name: str) -> bool:
     return getattr(holder, attribute) == next(field.default for field in fields(holder) if field.name == attribute)
 
 
-def check_arguments(args: TrainingArguments) -> None:
-    """Raises `ValueError` for the first argument that can't hold under a plan."""
-    refuse_settings(args, ARGUMENTS)
-
-
-def refuse_settings(args: TrainingArguments, table: Mapping[str, Refused | WithoutEffect | Differs]) -> None:
-    """Raises `ValueError` for the first argument of a table that is refused."""
+def check_arguments(args: TrainingArguments, table: Mapping[str, Refused | WithoutEffect] = ARGUMENTS) -> None:
+    """Raises `ValueError` for the first argument of a table that can't hold under a plan."""
     for name, entry in table.items():
         if isinstance(entry, Refused) and entry.is_refused(value_of(args, name)):
             raise _refusal(f"`{name}={value_of(args, name)!r}`", entry)
@@ -311,7 +255,7 @@ def check_trainer_arguments(given: Mapping[str, Any]) -> None:
     """Raises `ValueError` for the first argument of `Trainer` that can't hold under a plan."""
     for name, value in given.items():
         entry = TRAINER_ARGUMENTS.get(name)
-        if isinstance(entry, Refused) and entry.is_refused(value):
+        if entry is not None and entry.is_refused(value):
             raise _refusal(f"`{name}`", entry)
 
 
@@ -320,14 +264,12 @@ def _refusal(what: str, entry: Refused) -> ValueError:
 
 
 def settings_idle_under_a_plan(args: TrainingArguments) -> Iterator[str]:
-    """A sentence for each argument that is set but has no effect under a plan."""
     for name, entry in ARGUMENTS.items():
         if isinstance(entry, WithoutEffect) and not is_default(args, name):
             yield f"`{name}={value_of(args, name)!r}` has no effect with `parallel`: {entry.reason}."
 
 
 def settings_without_plan(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Yields sentences about settings without effect in a run without a plan."""
     known = {field.name for field in fields(args)}
 
     def changed(names: tuple[str, ...]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -19,8 +21,7 @@ from .._environment import joins_job, launch_settings, launched_processes, outli
 from ..plan import ModulePlugin, MultimodalParallelPlugin
 from ..plan.methods import ARRANGEMENTS, arrangement_name
 from ..plan.other_configs import entries, idle_keys
-from ..plan.reading import plain_data, reject_unknown_keys
-from ..resilience.resilience_settings import ResilienceSettings
+from ..plan.reading import plain_data, read_count, read_mapping, reject_unknown_keys
 from ..world import limit_collectives, refuse_once
 
 # The DeepSpeed configurations of modules agree with the arguments of the Trainer.
@@ -80,7 +81,6 @@ def check_optimizer_class(modules: Mapping[str, ModulePlugin], given: Mapping[st
 
 
 def deepspeed_keys_without_effect(modules: Mapping[str, ModulePlugin]) -> Iterator[str]:
-    """A sentence for each module whose DeepSpeed configuration has keys without effect."""
     for name, config in _configs(modules):
         if idle := idle_keys(config):
             yield (
@@ -90,12 +90,10 @@ def deepspeed_keys_without_effect(modules: Mapping[str, ModulePlugin]) -> Iterat
 
 
 def _configs(modules: Mapping[str, ModulePlugin]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The modules that have a DeepSpeed configuration, with it."""
     return [(name, module.deepspeed) for name, module in modules.items() if isinstance(module.deepspeed, Mapping)]
 
 
 def _check_equal(name: str, key: str, value: Any, argument: str, given: Any) -> None:
-    """Raises `ValueError` unless a value of a configuration is `"auto"` or that of the arguments."""
     value = list(value) if isinstance(value, tuple) else value
     if value not in (None, "auto", given):
         raise ValueError(
@@ -116,12 +114,49 @@ def set_ranks(rank: int, size: int, local_rank: int) -> None:
             shared["local_process_index"] = local_rank
 
 
+@dataclass(frozen=True)
+class ResilienceSettings:
+    """
+    What a run has to survive.
+
+    Args:
+        failures (`int`, *optional*, defaults to 1):
+            Nodes that may be lost at the same time without the loss of any layer; one more copy of the model than that
+            is trained.
+        ranks_per_node (`int`, *optional*):
+            Ranks that are lost together. By default those of a host; on a single host each rank by itself.
+    """
+
+    failures: int = 1
+    ranks_per_node: int | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ResilienceSettings:
+        """Reads settings; raises `ValueError` for an unknown key, or a value that is no number or below 1."""
+        data = read_mapping(data, "`resilience`", [], ["failures", "ranks_per_node"])
+        values = {name: read_count(value, f"`{name}` of `resilience`", 1) for name, value in data.items()}
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
 ON_BAD_SAMPLE = ("raise", "skip")
 
 
+T = TypeVar("T")
 AUTO = "auto"  # the value of `memory_limit_gib` that lets the first steps correct the limit
 
 
+def help_from_docstring(cls: type[T]) -> type[T]:
+    """Gives the fields that a docstring has under `Args:` its text as the help of their flags."""
+    for name, text in re.findall(r"^    (\w+) \(.*\):\n((?: {8}.*\n)+)", inspect.getdoc(cls) or "", re.MULTILINE):
+        entry = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        entry.metadata = {**entry.metadata, "help": " ".join(text.split()).replace("%", "%%")}
+    return cls
+
+
+@help_from_docstring
 @dataclass
 class MultimodalTrainingArguments(TrainingArguments):
     """
@@ -205,113 +240,23 @@ class MultimodalTrainingArguments(TrainingArguments):
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "parallel", "token_columns", "resilience"]
 
-    parallel: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Layout of each module: a dict of module settings, the path of a YAML or JSON file, or a JSON "
-            'string such as \'{"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}\'; or "auto", which '
-            "searches for the best plan of the model, the dataset and the launched ranks."
-        },
-    )
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Samples of an optimizer step, whatever the layout. By default per_device_train_batch_size x "
-            "gradient_accumulation_steps x the copies of the language model (of ranks with parallel=auto)."
-        },
-    )
-    packing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Put the samples of a microbatch one after the other in one row, without padding, and run the "
-            "language model with 'bitfield' attention, in which no sample sees another. By default under a plan whose "
-            "language model has this attention function.",
-            "nargs": "?",
-            "const": True,
-        },
-    )
+    parallel: dict[str, Any] | str | None = None
+    global_batch_size: int | None = None
+    packing: bool | None = field(default=None, metadata={"nargs": "?", "const": True})
     microbatch_assignment: Callable[..., Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Arrangement of samples in replicas and microbatches under a plan; by default the one with the "
-            "shortest predicted step. By their cost in each module ('hierarchical'), also with small microbatches "
-            "where the pipeline fills and drains ('tapered'), by the "
-            "published algorithm ('entrain'), in the sampler's order ('contiguous'), or by a baseline. The global "
-            "batch and its gradient stay the same.",
-            "choices": list(ARRANGEMENTS),
-        },
+        default=None, metadata={"choices": list(ARRANGEMENTS)}
     )
-    token_columns: dict[str, str] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Column with the tokens of a sample in the language model, or a JSON dict from module to column. "
-            "By default sizes come from the dataset's metadata by the processor's rules."
-        },
-    )
-    max_tokens_per_microbatch: int | None = field(
-        default=None,
-        metadata={"help": "Maximum LM tokens per microbatch; the number of microbatches follows."},
-    )
-    memory_limit_gib: float | str | None = field(
-        default=None,
-        metadata={
-            "help": "Memory of each rank in GiB that microbatches may fill by estimate; by default 90 %% of a known "
-            "GPU's. With 'auto' the allocated memory of the first steps corrects the estimate."
-        },
-    )
-    layer_profile: str | None = field(
-        default=None,
-        metadata={
-            "help": "File of `hf-mmparallel profile` or `hf-mmparallel calibrate` with measured costs of the model's "
-            "layers; by default costs are counted from shapes."
-        },
-    )
-    log_predictions: bool = field(
-        default=True,
-        metadata={
-            "help": "Compare steps with their predictions: `parallel/predicted_...` in the log, a table in "
-            "the model card, and trainer_log.jsonl in the output folder, for `hf-mmparallel calibrate`."
-        },
-    )
-    gpu_spec: str | None = field(
-        default=None,
-        metadata={
-            "help": "YAML file that describes the device of the ranks; by default a known GPU is recognised, and "
-            "another one is measured at the start."
-        },
-    )
-    on_bad_sample: str = field(
-        default="raise",
-        metadata={
-            "help": "Treatment of a sample that can't be read: end the run with its index and file ('raise'), or "
-            "leave it out on all ranks, count it and log it ('skip').",
-            "choices": list(ON_BAD_SAMPLE),
-        },
-    )
-    resilience: dict[str, Any] | str | None = field(
-        default=None,
-        metadata={
-            "help": "Let training go on when ranks are lost, without a restart: a JSON dict such as "
-            "'{\"failures\": 1}'. Needs `hf-mmparallel launch`."
-        },
-    )
-    async_save: bool = field(
-        default=False,
-        metadata={
-            "help": "Write checkpoints under a plan while training goes on, which then waits only for a copy of "
-            "weights and optimizer state to host memory."
-        },
-    )
-    save_on_preemption: bool = field(
-        default=False,
-        metadata={
-            "help": "End training after the current step with a checkpoint if any rank gets SIGTERM or SIGUSR1."
-        },
-    )
-    mean_time_between_failures_h: float = field(
-        default=24.0,
-        metadata={"help": "Hours between two failures of any part of the job, for the advice on how often to save."},
-    )
+    token_columns: dict[str, str] | str | None = None
+    max_tokens_per_microbatch: int | None = None
+    memory_limit_gib: float | str | None = None
+    layer_profile: str | None = None
+    gpu_spec: str | None = None
+    log_predictions: bool = True
+    on_bad_sample: str = field(default="raise", metadata={"choices": list(ON_BAD_SAMPLE)})
+    resilience: dict[str, Any] | str | None = None
+    async_save: bool = False
+    save_on_preemption: bool = False
+    mean_time_between_failures_h: float = 24.0
 
     @cached_property
     def _setup_devices(self) -> torch.device:
@@ -380,7 +325,6 @@ class MultimodalTrainingArguments(TrainingArguments):
 
 
 def _check_arrangement(arrangement: Any) -> None:
-    """Raises `ValueError` for an unknown name, and for a function that workers and checkpoints can't get."""
     if not callable(arrangement):
         reject_unknown_keys("`microbatch_assignment`", [] if arrangement is None else [str(arrangement)], ARRANGEMENTS)
         return

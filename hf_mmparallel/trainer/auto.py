@@ -119,10 +119,7 @@ def find_plan(
     plugin: MultimodalParallelPlugin,
     args: MultimodalTrainingArguments,
 ) -> tuple[FoundPlan, AutoSearch | None]:
-    """
-    Searches on rank 0 for a plan, the same on all ranks, and returns the search there, too. Collective; raises
-    `ValueError` on all ranks if there is no plan or nothing to plan for.
-    """
+    """Searches on rank 0 for a plan, the same on all ranks, and returns the search there, too. Collective."""
     searched: list[AutoSearch] = []
 
     def find() -> FoundPlan:
@@ -154,10 +151,7 @@ def _resumed_or_searched(
 def find_saved_plan(
     prepared: PreparedModel, plugin: MultimodalParallelPlugin, args: MultimodalTrainingArguments
 ) -> tuple[ParallelPlan | None, str]:
-    """
-    Returns the plan of the checkpoint to resume from, if it has one for as many ranks and with the sizes that are set,
-    and a sentence about it.
-    """
+    """The plan of the checkpoint to resume from, if it fits ranks and given sizes, and a sentence about it."""
     folder: Any = args.resume_from_checkpoint
     if str(folder).lower() == "true":
         folder = get_last_checkpoint(str(args.output_dir))
@@ -180,7 +174,6 @@ def find_saved_plan(
 
 
 def _check_fixed(plan: ParallelPlan, plugin: MultimodalParallelPlugin) -> None:
-    """Raises `ValueError` if a plan has other sizes, sharding or storage than those that are set."""
     for given in (plugin.fixed_sizes, plugin.fixed_sharding, plugin.fixed_storage):
         for name, settings in given.items():
             module = plan.modules[name]
@@ -266,10 +259,7 @@ def _checkpointing(
 
 
 def training_samples(sizes: TrainingSizes, batch: int) -> Samples:
-    """
-    Returns sizes of samples from all over the training set, or of the first of a stream; raises `ValueError` without
-    samples or sizes.
-    """
+    """Sizes of samples from all over the training set, or of the first of a stream."""
     context = sizes.context
     dataset = context.train_dataset
     if dataset is None:

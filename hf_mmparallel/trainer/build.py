@@ -79,10 +79,7 @@ def is_single_process(plugin: MultimodalParallelPlugin, world_size: int) -> bool
 
 
 def with_packing(plugin: MultimodalParallelPlugin | None) -> MultimodalParallelPlugin:
-    """
-    Returns a layout whose language model has the attention function that keeps the samples of a row apart; raises
-    `ValueError` if it has another one.
-    """
+    """A layout whose language model has the attention function that keeps the samples of a row apart."""
     plugin = plugin or MultimodalParallelPlugin()
     module = plugin.modules.get(LANGUAGE_MODEL, ModulePlugin())
     if module.attn_implementation not in (None, ATTENTION):
@@ -125,12 +122,10 @@ def adapter_configs(model: Any, plugin: MultimodalParallelPlugin) -> dict[str, A
 
 
 def checkpointing_settings(args: TrainingArguments) -> Recomputation:
-    """How modules recompute their activations."""
     return Recomputation.from_arguments(args.activation_checkpointing_kwargs or {})  # type: ignore[arg-type]
 
 
 def compilation_settings(args: TrainingArguments) -> Compilation | None:
-    """How layers are compiled; `None` if they are not."""
     backend, mode = args.torch_compile_backend, args.torch_compile_mode
     return Compilation(backend or "inductor", mode) if args.torch_compile else None
 
@@ -196,10 +191,7 @@ def load_whole(model: Any) -> Any:
 
 
 def restore_renamed(model: Any, folder: str | Path | None) -> bool:
-    """
-    Loads a checkpoint whose keys are named as on the Hub, of which the stock Trainer would restore nothing; returns
-    whether it was one.
-    """
+    """Loads a checkpoint whose keys are named as on the Hub; returns whether it was one."""
     if not isinstance(model, PreTrainedModel) or folder is None:
         return False
     if not Path(folder).is_dir():  # an id of the Hub is no checkpoint of a run
@@ -220,7 +212,6 @@ def restore_renamed(model: Any, folder: str | Path | None) -> bool:
 
 
 def _set_attention(model: PreTrainedModel, spec: ModelSpec, plugins: dict[str, ModulePlugin]) -> None:
-    """Sets the attention function of each module's own config."""
     chosen = {}
     for name, plugin in plugins.items():
         if plugin.attn_implementation is None:
@@ -249,9 +240,7 @@ def prepare_context(model: PreTrainedModel, spec: ModelSpec, settings: ModulePlu
 
 
 def resolve_batch(args: MultimodalTrainingArguments, dp_size: int) -> int:
-    """
-    Returns the samples of a global batch; raises `ValueError` if `global_batch_size` and arguments of HF contradict.
-    """
+    """The samples of a global batch; raises `ValueError` for arguments that contradict each other."""
     derived = args.per_device_train_batch_size * args.gradient_accumulation_steps * dp_size
     if args.global_batch_size is None:
         return derived
@@ -336,7 +325,6 @@ def _mesh_of(model: Any) -> Any:
 
 
 def _check_mesh(model: Any, plugin: MultimodalParallelPlugin) -> None:
-    """Raises `ValueError` for a model that ranks hold shares of already, or whose own layout is another one."""
     mesh = _mesh_of(model)
     if mesh is None:
         return
@@ -394,9 +382,7 @@ def build_engine(
     token_metrics: bool = False,
     loss_function: Callable[..., Any] | None = None,
 ) -> tuple[ParallelEngine, int]:
-    """
-    Prepares this rank's part of a model, in place; returns the engine, and the samples of a global batch. Collective.
-    """
+    """Prepares this rank's part of a model, in place; returns it and the size of a global batch. Collective."""
     spec, source = prepared.spec, prepared.source
     plan, global_batch_size = plan_and_batch(plugin, spec, args)
     if plan.modules[LANGUAGE_MODEL].cp_size > 1:
@@ -433,7 +419,6 @@ def build_engine(
 
 
 def _check_loss_function(function: Callable[..., Any], model: Any, plan: ParallelPlan, device: torch.device) -> None:
-    """Raises `ValueError` for a `compute_loss_func` whose loss microbatches can't add up."""
     cp_size = plan.modules[LANGUAGE_MODEL].cp_size
     if cp_size > 1:
         raise ValueError(
@@ -477,10 +462,7 @@ def compute_dtype(spec: ModelSpec, args: MultimodalTrainingArguments) -> str:
 
 
 def costs_of(spec: ModelSpec, args: MultimodalTrainingArguments, world: World) -> CostModel:
-    """
-    Returns the costs of layers by the device of all ranks and the profile of rank 0; raises `ValueError` for a profile
-    or a description that can't be read, or a profile of another model.
-    """
+    """The costs of layers by the device of all ranks and the profile of rank 0, if it is that of the model."""
 
     def read() -> tuple[Hardware | None, LayerProfile | Calibration | None]:
         path = args.layer_profile
@@ -533,7 +515,6 @@ def _plan(plugin: MultimodalParallelPlugin, spec: ModelSpec, args: MultimodalTra
 
 
 def _check_compilable(plan: ParallelPlan, args: TrainingArguments) -> None:
-    """Refuses what compiled layers can't do."""
     for name, module in plan.modules.items() if args.torch_compile else ():
         if module.splits_backward:
             raise ValueError(
@@ -575,7 +556,6 @@ def _recomputation(
 
 
 def _check_same_plan(plan: ParallelPlan, world: World) -> None:
-    """Raises `ValueError` on every rank when the ranks were given different plans."""
     prints = world.all_gather(plan.fingerprint, "comparing the plans of the ranks")
     if len(set(prints)) > 1:
         rows = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(prints))

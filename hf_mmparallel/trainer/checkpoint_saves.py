@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import statistics
 import time
 from collections import deque
@@ -19,8 +20,8 @@ from transformers import TrainingArguments
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
+from .._portable import expm1
 from ..plan import save_layout
-from ..resilience.save_interval import best_save_interval_s, expected_slowdown
 from ..runtime.engine import ParallelEngine
 from ..runtime.host_memory import available_bytes_per_rank
 from ..runtime.writes import FolderSave, HostCopies, Writes, save_errors
@@ -40,8 +41,6 @@ class SavedCheckpoint:
 
 
 class BestCheckpoint(NamedTuple):
-    """What the state of a Trainer says of the best checkpoint."""
-
     metric: float | None = None
     global_step: int | None = None
     path: str | None = None
@@ -55,8 +54,6 @@ class BestCheckpoint(NamedTuple):
 
 
 class CheckpointSaves:
-    """Saves checkpoints, with `async_save` in the background."""
-
     def __init__(self, args: Any, world: World):
         self.args = args
         self.world = world
@@ -75,9 +72,7 @@ class CheckpointSaves:
 
     @contextmanager
     def checkpoint(self, folder: Path, state: TrainerState) -> Iterator[Writes]:
-        """
-        A block that collects what this rank writes of a checkpoint; [`~CheckpointSaves.finish`] waits. Collective.
-        """
+        """A block that collects what this rank writes of a checkpoint; `finish` waits for it. Collective."""
         assert self._save is None, "one at a time"
         then = functools.partial(self._rotate, folder.parent, state)
         save = FolderSave(folder, self.world, self._host_copies() if self.args.async_save else None, then)
@@ -99,7 +94,6 @@ class CheckpointSaves:
             )
 
     def _host_copies(self) -> HostCopies:
-        """The memory of the copies, which those of the last checkpoint no longer need. Collective."""
         if self._copies is None:
             self._copies = HostCopies(int(available_bytes_per_rank(self.world)))
         self._copies.reuse()
@@ -153,7 +147,6 @@ class CheckpointSaves:
         return best._replace(path=before.path) if best.path == str(folder) else best
 
     def note_step(self) -> None:
-        """Notes the start of a training step."""
         self._step_starts_s.append(time.perf_counter())
 
     def _advise(self, save: FolderSave, state: TrainerState) -> None:
@@ -228,3 +221,34 @@ def save_advice(blocked_s: float, write_s: float, step_s: float, state: TrainerS
         f"Saving every {best:,} steps is cheapest with a failure every {hours:g} h (`mean_time_between_failures_h`); "
         f"every {own:,}, as now, the run takes {own_time / best_time - 1:.1%} longer."
     )
+
+
+# How often to save (Young, 1974; Daly, 2006: "A higher order estimate of the optimum interval").
+
+
+def best_save_interval_s(save_s: float, mean_time_between_failures_s: float, write_s: float = 0.0) -> float:
+    """
+    The time from the end of a save to the start of the next with the shortest expected run, in seconds (Daly's
+    higher-order form, equation 37, for failures that are independent of each other). Training waits for `save_s`, and
+    a save that goes on beside it is done after `write_s`. Raises `ValueError` for a negative duration, or no time
+    between failures, which is that of the whole job.
+    """
+    if save_s < 0 or write_s < 0 or mean_time_between_failures_s <= 0:
+        raise ValueError(
+            f"`save_s={save_s}` and `write_s={write_s}` must be at least 0, and "
+            f"`mean_time_between_failures_s={mean_time_between_failures_s}` above 0."
+        )
+    share = save_s / (2 * mean_time_between_failures_s)
+    if share >= 1:  # a failure comes before the save is over, on average
+        return max(mean_time_between_failures_s, write_s)
+    # Young's interval, the first term of Daly's form
+    young = math.sqrt(2 * save_s * mean_time_between_failures_s)
+    return max(young * (1 + math.sqrt(share) / 3 + share / 9) - save_s, write_s)
+
+
+def expected_slowdown(interval_s: float, save_s: float, mean_time_between_failures_s: float) -> float:
+    """
+    Expected duration of a run with a save after each interval, in units of its duration without failures, whose
+    distances are exponential, and saves (Daly, 2006).
+    """
+    return mean_time_between_failures_s * expm1((interval_s + save_s) / mean_time_between_failures_s) / interval_s

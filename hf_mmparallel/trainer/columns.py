@@ -87,7 +87,6 @@ def missing_columns(columns: list[str]) -> str:
 
 
 def _datasets(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> dataset, of all that there are."""
     datasets = {}
     for name in ("train_dataset", "eval_dataset"):
         dataset = given.get(name)
@@ -99,7 +98,6 @@ def _datasets(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_chat(name: str, dataset: Any, columns: list[str], collator: ChatCollator) -> None:
-    """Raises `ValueError` if a dataset lacks the columns that a collator reads, or its first messages have no role."""
     formats = find_formats(columns, collator.formats)
     if not formats:
         other = next((one.turns[0] for one in find_formats(columns)), "...")
@@ -115,7 +113,6 @@ def _check_chat(name: str, dataset: Any, columns: list[str], collator: ChatColla
 
 
 def _check_untokenised(name: str, columns: list[str], processor: Any, known: set[str], is_planned: bool) -> None:
-    """Raises `ValueError` for a dataset without token ids that no collator is given for."""
     formats = [one for one in find_formats(columns) if known.isdisjoint(one.turns)]
     if not formats:
         if is_planned and not find_formats(columns):
@@ -137,5 +134,4 @@ def _check_untokenised(name: str, columns: list[str], processor: Any, known: set
 
 
 def _inputs_of(model: Any) -> set[str]:
-    """The arguments of a model's forward."""
     return set(inspect.signature(model.forward).parameters) if isinstance(model, nn.Module) else set()

@@ -58,10 +58,7 @@ class EngineCallback(TrainerCallback):
     engine: ParallelEngine | None = None
 
     def complete(self, work: Callable[[], T]) -> T:
-        """
-        Does work in which ranks communicate, and returns its result; again, if ranks are lost in it, with
-        `resilience`. The Trainer replaces it by its own.
-        """
+        """Repeats work in which ranks communicate if some are lost in it. The Trainer replaces it by its own."""
         return work()
 
     def on_reconfigure(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -89,15 +86,10 @@ _HIDDEN = {"epoch", "total_flos"}
 
 def log_line(logs: Mapping[str, Any], step: int, max_steps: int, says_times: bool = True) -> str:
     """
-    Returns a log as one line: step, loss, gradient norm, learning rate, tokens of the language model a second, time of
-    a step beside its prediction, memory of the fullest rank; and other values by their names, such as metrics of an
-    evaluation. Other numbers of the plan, under `parallel/`, stand in `log_history` only.
-
-    Args:
-        logs (`Mapping[str, Any]`): As the Trainer logs them.
-        step (`int`): Optimizer step.
-        max_steps (`int`): Optimizer steps of the run.
-        says_times (`bool`, *optional*, defaults to `True`): Whether times are predicted; a CPU's are not.
+    Returns a log of the Trainer as one line: step, loss, gradient norm, learning rate, tokens of the language model a
+    second, time of a step beside its prediction, memory of the fullest rank; and other values by their names, such as
+    metrics of an evaluation. Other numbers of the plan, under `parallel/`, stand in `log_history` only. Times of a CPU
+    are not predicted (`says_times`).
     """
     parts = [f"step {step:,}/{max_steps:,}"] if max_steps else []
     if "loss" in logs:

@@ -47,11 +47,10 @@ from .auto import find_plan, report_plan
 from .checkpoint_saves import CheckpointSaves
 from .engine_callback import EngineCallback, LogLineCallback, LossProgressCallback
 from .loaders import StepLoaders, check_arrangement, encoders_run_together, make_rank_loader
-from .metrics_callback import ParallelMetricsCallback
+from .metrics_callback import ParallelMetricsCallback, RecoveryCallback
 from .optimizer_groups import give_part, group_names, own_settings, split_groups, split_names, stock_groups
 from .prediction_callback import PredictionCallback
 from .preemption_callback import PreemptionCallback, noting_signals
-from .recovery_callback import RecoveryCallback
 from .recovery_plan import NodeLayouts, check_survivable, node_layouts
 from .start_checks import check_model
 from .start_report import PlanReport, report_survival
@@ -243,7 +242,6 @@ class EngineState:
         )
 
     def _report(self) -> None:
-        """Prints the plan and the search for it."""
         trainer = self.trainer
         report = PlanReport(
             trainer._engine,
@@ -325,7 +323,6 @@ class EngineState:
         self.prepared_optimizer = optimizer
 
     def gather_model(self) -> PreTrainedModel | None:
-        """See [`~MultimodalParallelTrainer.gather_model`]. Collective."""
         trainer, engine = self.trainer, self.trainer.engine
         if engine is None:
             whole = trainer.accelerator.unwrap_model(trainer.model)
@@ -386,7 +383,6 @@ class EngineState:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a signal has ended the training."""
         return self.preemption is not None and self.preemption.num_asked > 0
 
     def listening(self) -> AbstractContextManager:
@@ -454,7 +450,6 @@ class EngineState:
 
     @contextlib.contextmanager
     def forward_context(self) -> Iterator[None]:
-        """The context of forwards, in training and in evaluation."""
         with self.trainer.compute_loss_context_manager(), self.trainer.accelerator.autocast():
             yield
 

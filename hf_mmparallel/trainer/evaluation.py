@@ -59,37 +59,6 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def _generator_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[str, float, float]]:
-    """Returns (generator, summed loss, targets) of each microbatch that this rank reports."""
-    return [
-        (task.module, float(loss), float(count))
-        for task, (loss, count) in losses.items()
-        if task.module != LANGUAGE_MODEL and engine.leads_cp_rank(task)
-    ]
-
-
-def _step_losses(engine: ParallelEngine, losses: dict[Task, Any]) -> list[tuple[int, int, float, float]]:
-    """
-    Returns (first batch index, samples, summed loss, target tokens) of each microbatch of the language model that this
-    rank reports.
-    """
-    # or of the part of its tokens that this rank has
-    return [
-        (engine.batch_indices(task)[0], len(engine.batch_indices(task)), float(loss), float(count))
-        for task, (loss, count) in losses.items()
-        if task.module == LANGUAGE_MODEL and engine.leads_cp_rank(task)
-    ]
-
-
-def _step_routes(engine: ParallelEngine, routed: dict[Task, torch.Tensor]) -> list[tuple[int, int, torch.Tensor]]:
-    """Returns (first batch index, samples, where its tokens went) of each forward that this rank reports."""
-    return [
-        (engine.batch_indices(task)[0], len(engine.batch_indices(task)), sums)
-        for task, sums in routed.items()
-        if engine.leads_cp_rank(task)
-    ]
-
-
 def _mean_losses(
     sums_of_ranks: list[tuple[int, int, float, float]],
     routes_of_ranks: list[tuple[int, int, torch.Tensor]],
@@ -112,18 +81,10 @@ def _mean_losses(
     ]
 
 
-def full_eval_dtype(args: TrainingArguments) -> torch.dtype | None:
-    """The dtype that an evaluation outside of training casts the model to."""
-    if args.fp16_full_eval:
-        return torch.float16
-    return torch.bfloat16 if args.bf16_full_eval else None
-
-
 def cast_for_evaluation(engine: ParallelEngine, args: TrainingArguments) -> None:
     """Casts this rank's part of the model as `fp16_full_eval` and `bf16_full_eval` ask, for good."""
-    dtype = full_eval_dtype(args)
-    if dtype is not None:
-        engine.cast(dtype)
+    if args.fp16_full_eval or args.bf16_full_eval:
+        engine.cast(torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
 
 def check_full_precision(engine: ParallelEngine) -> None:
@@ -156,14 +117,12 @@ class Evaluator:
         self.preprocess_logits = preprocess_logits_for_metrics
 
     def run(self, batches: Iterable[StepBatch], prediction_loss_only: bool, prefix: str) -> EvalLoopOutput:
-        """
-        Evaluates batches on this rank's device; metrics are on all ranks, predictions and labels on rank 0.
-        Collective.
-        """
+        """Evaluates batches; metrics are on all ranks, predictions and labels on rank 0. Collective."""
         world = self.engine.world
         concatenate = self.args.eval_do_concat_batches
         containers = {kind: EvalLoopContainer(concatenate, padding_index=IGNORE_INDEX) for kind in _KINDS}
-        collector = None if prediction_loss_only else self._collector()
+        with_inputs = "inputs" in self.args.include_for_metrics
+        collector = None if prediction_loss_only else _Collector(self.engine, self.preprocess_logits, with_inputs)
         losses: list[tuple[float, int]] = []
         num_samples, num_targets = 0, 0.0
         generated: dict[str, list[float]] = {}  # generator -> its summed loss, and its targets
@@ -205,19 +164,30 @@ class Evaluator:
             num_samples=num_samples,
         )
 
-    def _collector(self) -> _Collector:
-        return _Collector(self.engine, self.preprocess_logits, "inputs" in self.args.include_for_metrics)
-
     def _step(self, batch: StepBatch, collector: _Collector | None) -> list[tuple[list, list, list, list]]:
         """
-        Rank -> its losses, see [`_step_losses`], its collected microbatches, its losses of generators, and where its
-        tokens went; only rank 0 has them.
+        Of each rank what it reports of microbatches, on rank 0: of the language model (first batch index, samples,
+        summed loss, target tokens), what was collected, (generator, summed loss, targets), and of forwards (first
+        batch index, samples, where its tokens went).
         """
         engine = self.engine
         result = engine.evaluate_step(batch, collector)
-        microbatches = collector.microbatches if collector else []
-        losses = _step_losses(engine, result.losses), microbatches, _generator_losses(engine, result.losses)
-        mine = (*losses, _step_routes(engine, result.routed))
+
+        def samples(task: Task) -> tuple[int, int]:
+            return engine.batch_indices(task)[0], len(engine.batch_indices(task))
+
+        # of the part of its tokens that this rank has
+        led = [
+            (task, float(loss), float(count))
+            for task, (loss, count) in result.losses.items()
+            if engine.leads_cp_rank(task)
+        ]
+        mine = (
+            [(*samples(task), loss, count) for task, loss, count in led if task.module == LANGUAGE_MODEL],
+            collector.microbatches if collector else [],
+            [(task.module, loss, count) for task, loss, count in led if task.module != LANGUAGE_MODEL],
+            [(*samples(task), sums) for task, sums in result.routed.items() if engine.leads_cp_rank(task)],
+        )
         with track_activity("gathering predictions"):
             gathered = engine.world.gather_tensors(mine)
         if collector:
@@ -231,7 +201,6 @@ class Evaluator:
         prefix: str,
         generated: Mapping[str, Sequence[float]],
     ) -> dict[str, float]:
-        """The metrics with their prefix."""
         metrics: Any = {}
         if self.compute_metrics is not None and arrays["predictions"] is not None and arrays["labels"] is not None:
             wanted = self.args.include_for_metrics

@@ -60,7 +60,6 @@ class TrainingLoader:
         return replace(self, run_planner=planner)
 
     def items_after(self, position: DataPosition) -> Iterator[Any]:
-        """The items of the loader's epoch after a position."""
         global_batches: Any = self.loader.batch_sampler
         epoch = global_batches.epoch
         drawn = position.num_samples if position.epoch == epoch else 0
@@ -106,10 +105,7 @@ class StepLoaders:
     def training(
         self, sampler_of: SamplerOf, sizes: TrainingSizes, arrangement: str, learned: Mark | None = None
     ) -> TrainingLoader:
-        """
-        Loads global batches of the training set in the stock Trainer's order, arranged as the arguments say.
-        Collective; `learned` is the memory ratio of the run that is resumed.
-        """
+        """Loads the training set in the stock Trainer's order, arranged as the arguments say. Collective."""
         dataset = self.context.train_dataset
         if dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
@@ -183,7 +179,6 @@ class StepLoaders:
         )
 
     def _windowed(self, dataset: Any, drop_last: bool) -> Any:
-        """The dataset, through a window if it is a stream."""
         if not is_stream(dataset):
             return dataset
         carries_rows = self.args.on_bad_sample == "skip" and self.args.dataloader_num_workers > 0
@@ -199,7 +194,6 @@ class StepLoaders:
     def _loader(
         self, dataset: Any, global_batches: GlobalBatchSampler, planner: StepPlanner, description: str
     ) -> StepLoader:
-        """A loader that yields a [`StepBatch`] for each global batch."""
         engine, args = self.engine, self.args
         workers = args.dataloader_num_workers
         dataset, collator = self.context.drop_columns(dataset, description)
@@ -279,10 +273,7 @@ def base_planner(engine: ParallelEngine, microbatch_size: int) -> StepPlanner:
 def training_planner(
     planner: StepPlanner, args: MultimodalTrainingArguments, sizes: SizeFunction | None, arrangement: str | None = None
 ) -> StepPlanner:
-    """
-    Returns a planner of training steps with the arrangement and the limits of the arguments; `sizes` is dataset
-    indices -> sizes, and `arrangement` is for arguments that name none.
-    """
+    """Plans training steps by the arguments; `arrangement` is for those that name none."""
     return replace(
         planner,
         arrangement=args.microbatch_assignment or arrangement or DEFAULT_ARRANGEMENT,
@@ -298,9 +289,7 @@ _OWN_BATCHES = "ranks would not get the batches that samples are arranged in"
 
 
 def check_arrangement(trainer: Any) -> None:
-    """
-    Raises `ValueError`, on every rank, for what `microbatch_assignment` can't be used with in a run without a plan.
-    """
+    """Raises `ValueError` for what `microbatch_assignment` can't be used with in a run without a plan."""
     args, config = trainer.args, trainer.args.accelerator_config
     if not (callable(args.microbatch_assignment) or args.microbatch_assignment in RANK_ARRANGEMENTS):
         raise _refusal(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from ..plan.methods import arrangement_name
 from ..planning.device_detection import MEASURED as MEASURED_SOURCE
 from ..planning.device_detection import core_per_rank
 from ..planning.gantt import chrome_trace, gantt_png
+from ..planning.recovery_chart import RecoveryMark, recovery_png
 from ..planning.workload_chart import BEFORE, MEASURED, balance_png
 from ..runtime.engine import ParallelEngine
 from ..runtime.work import BoundaryTraffic, ModuleWork, StepRecord, StepResult
@@ -119,8 +122,6 @@ _MAX_LOGGED_STEPS = 1000  # the last ones are logged if there are more between t
 
 @dataclass(frozen=True)
 class RankWindow:
-    """Times and work of one rank in the steps between two logs."""
-
     duration_ms: float  # in the programs of steps
     wall_ms: float  # from the end of the step before the first to the end of the last, with data and optimizer
     busy_ms: float  # in tasks
@@ -173,10 +174,7 @@ def efficiency(windows: Sequence[RankWindow], core_per_rank: bool) -> dict[str, 
 
 
 def flops_utilisation(spec: ModelSpec, windows: Sequence[RankWindow], peak_tflops: float) -> float:
-    """
-    Returns model FLOPs per second over the peak of all ranks' devices (MFU); padding and recomputation do not count,
-    see [`model_flops`].
-    """
+    """Model FLOPs per second over the peak of all ranks' devices (MFU), see [`model_flops`]."""
     flops = 0.0
     for module, work in total_work(window.work for window in windows).items():
         per_token, per_square = training_flops(spec, module)
@@ -378,3 +376,63 @@ def cost_from(spans: Collection[Span], estimate: Callable[[Task], float] | None 
         return took[key] * weight(task) / estimated[key] if estimated[key] else 0.0
 
     return cost
+
+
+# What a run with `resilience` went through.
+
+RECOVERY = "recovery.png"
+
+
+class RecoveryCallback(EngineCallback):
+    """
+    Draws `recovery.png` into the output folder at the end of a run that ranks were lost from or have joined: samples
+    per second over time, with each of these changes, and the number of ranks. The Trainer has one by itself with
+    `resilience`.
+    """
+
+    def __init__(self, samples_per_step: int):
+        self.samples_per_step = samples_per_step
+        # the changes so far; every rank notes them, since any may be the first one at the end
+        self.marks: list[RecoveryMark] = []
+        self._step_ends_s = array("d")
+        self._began_s = 0.0
+        self._num_ranks = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.engine is not None
+        self.marks, self._step_ends_s = [], array("d")
+        self._began_s, self._num_ranks = time.time(), self.engine.world.size
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_ends_s.append(time.time() - self._began_s)
+
+    def on_reconfigure(self, args: Any, state: Any, control: Any, event: Any = None, **kwargs: Any) -> None:
+        changes = (("lost", event.lost), ("joined", event.joined))
+        label = ", ".join(f"{verb} {', '.join(map(str, members))}" for verb, members in changes if members)
+        took = event.lost_at - self._began_s, event.total_s
+        self.marks.append(RecoveryMark(*took, event.world_size, label or "met anew"))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.marks or not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir) / RECOVERY
+        with not_worth_a_run(f"`{path}`"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            recovery_png(self._step_ends_s, self.samples_per_step, self._num_ranks, self.marks, path)
+
+    def shared_state(self) -> dict[str, Any]:
+        names = ("marks", "_step_ends_s", "_began_s", "_num_ranks")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def sentence(self) -> str | None:
+        """What the run went through, in words; `None` if no rank was lost and none joined."""
+        if not self.marks:
+            return None
+        took_s = sum(mark.took_s for mark in self.marks)
+        times = "once" if len(self.marks) == 1 else f"{len(self.marks)} times"
+        return (
+            f"The ranks changed {times}, as some were lost, joined or met anew, and training went on: "
+            f"{self._num_ranks} ranks at first, {self.marks[-1].num_ranks} at the end. The changes took {took_s:.2f} "
+            "s in all, from each loss or join until the run went on."
+        )

@@ -15,7 +15,7 @@ from ..plan.methods import arrangement_name
 from ..planning.comparison import RunComparison
 from ..planning.text import range_text
 from ..runtime.engine import ParallelEngine
-from .recovery_callback import RECOVERY
+from .metrics_callback import RECOVERY
 
 SCHEDULE, WORKLOADS = "schedule.png", "workloads.png"
 _SECTION = "### Parallel plan"
@@ -26,8 +26,6 @@ _COMPARED_METRICS = re.compile(_PREFIX + r"(predicted_|step_ms|bubble_fraction|m
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What is known of a run at its end."""
-
     log_history: list[dict]  # the Trainer's log
     comparison: RunComparison | None = None  # predictions beside measurements
     recoveries: str | None = None  # what became of it when ranks were lost or joined

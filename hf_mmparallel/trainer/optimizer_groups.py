@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -89,12 +90,10 @@ def check_unscheduled(optimizer: torch.optim.Optimizer, modules: Mapping[str, Mo
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
-    """The learning rates of modules with settings of their own, for the log."""
     return {f"learning_rate/{g[MODULE]}": float(g["lr"]) for g in optimizer.param_groups if MODULE in g}
 
 
 def settings_lines(modules: Mapping[str, ModulePlugin]) -> list[str]:
-    """A sentence for each module with settings of its own."""
     words = {"lr": "learning rate", "weight_decay": "weight decay"}
     return [
         f"`{name}` has a {' and a '.join(f'{words[key]} of {value:g}' for key, value in own.items())} of its own."
@@ -161,10 +160,7 @@ def group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list
 
 
 def give_part(optimizer: torch.optim.Optimizer, groups: list[list[str]], engine: ParallelEngine) -> None:
-    """
-    Gives an optimizer, in place, the parameters that this rank holds of the named ones of each group; all ranks have
-    the same groups, some of them empty.
-    """
+    """Gives an optimizer, in place, what this rank holds of each group; all ranks have the same groups."""
     named = dict(engine.model.named_parameters())
     optimizer.state.clear()
     for names, group in zip(groups, optimizer.param_groups, strict=True):
@@ -199,9 +195,7 @@ def stock_groups(decayed: Iterable[str], model: nn.Module) -> list[list[str]]:
 
 
 def complete_state(optimizer: Any) -> None:
-    """
-    Gives parameters of Adam or AdamW without a gradient yet, as of a layer that no forward reads, their first state.
-    """
+    """Gives parameters of Adam or AdamW without a gradient yet their first state."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     found = next(((p, state) for p, state in optimizer.state.items() if state), None)
     if found is None or not isinstance(optimizer, torch.optim.Adam):
@@ -217,9 +211,7 @@ def complete_state(optimizer: Any) -> None:
 
 
 def is_by_name(folder: str | None, model: nn.Module) -> bool:
-    """
-    Whether one process reads a checkpoint by the names of parameters: one that a plan has written, of this very model.
-    """
+    """Whether one process reads a checkpoint by names: one that a plan has written, of this very model."""
     # without one of the files the stock Trainer leaves both alone
     if folder is None or not all((Path(folder) / name).is_file() for name in (SCHEDULER, STATE)):
         return False
@@ -237,16 +229,16 @@ def load_optimizer_and_scheduler(
     optimizer and schedule. Called by all ranks, which raise `ValueError` for state that can't be read, or of another
     model.
     """
-    state = world.raise_together(lambda: _read_scheduler(folder / SCHEDULER))
+
+    def read() -> dict[str, Any]:
+        with readable(folder / SCHEDULER):
+            return torch.load(folder / SCHEDULER, weights_only=True)
+
+    state = world.raise_together(read)
     load_optimizer(optimizer, model, folder, groups, world)
     if not any((folder / name).is_file() for name in (STATE, FSDP_OPTIMIZER)):
         _set_rates(optimizer.param_groups, state)
-    scheduler.load_state_dict(_with_groups(state, optimizer.param_groups, scheduler.state_dict()))
-
-
-def _read_scheduler(path: Path) -> dict[str, Any]:
-    with readable(path):
-        return torch.load(path, weights_only=True)
+    scheduler.load_state_dict(scheduler_of_groups(state, optimizer.param_groups, scheduler.state_dict()))
 
 
 def _set_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> None:
@@ -257,13 +249,8 @@ def _set_rates(groups: Sequence[dict[str, Any]], state: Mapping[str, Any]) -> No
             group[setting] = rates[min(index, len(rates) - 1)]
 
 
-def scheduler_of_groups(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the state of rank 0's schedule with an entry for each group of the whole model, by their settings."""
-    return _with_groups(state, groups, {})
-
-
-def _with_groups(
-    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any]
+def scheduler_of_groups(
+    state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], own: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """A schedule's state with lists that have an entry for each group; settings that groups lack come from `own`."""
     result = dict(state)

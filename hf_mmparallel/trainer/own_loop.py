@@ -142,7 +142,20 @@ class ParallelModel:
         Raises:
             `ValueError`: For anything but the last step of the loader.
         """
-        return self._run.step(step)
+        run = self._run
+        with run.block("training step"):
+            if step is not run.current or step is None:
+                raise ValueError(
+                    f"`model.step` runs the step that the loader has yielded last, not this `{type(step).__name__}`. "
+                    "Run steps in their order, in a loop over the loader that `prepare` returned."
+                )
+            run.set_mode("train")
+            for parameter in (*self.engine.trained, *self.engine.updated):
+                parameter.grad = None
+            totals = run.steps.run(run.num_steps)
+        run.steps.step_counts()
+        run.num_steps += 1
+        return totals.mean_loss.to(self.engine.device, torch.float32)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """
@@ -182,7 +195,13 @@ class ParallelModel:
         Returns:
             `dict[str, float]`: `eval_loss` and the metrics, on all ranks.
         """
-        return self._run.evaluate(dataset, compute_metrics, preprocess_logits_for_metrics)
+        run = self._run
+        with run.block("evaluation"):
+            run.set_mode("eval")
+            loader = run.loaders.evaluation(dataset, lambda _: None, "Evaluation")
+            samples = SampleAgreement(run.args.on_bad_sample == "skip", self.engine.world, "evaluation dataset")
+            evaluator = Evaluator(self.engine, run.args, compute_metrics, preprocess_logits_for_metrics)
+            return evaluator.run(samples.batches(loader), compute_metrics is None, "eval").metrics or {}
 
     def gather(self) -> Any:
         """
@@ -221,8 +240,24 @@ class ParallelModel:
         Raises:
             `ValueError`: For a folder with other files in it.
         """
-        with self._run.block(f"saving `{Path(folder).name}`"):
-            self._run.save_state(Path(folder), scheduler)
+        run, engine, world, folder = self._run, self.engine, self.engine.world, Path(folder)
+        with run.block(f"saving `{folder.name}`"):
+            check_schedule(scheduler)
+            check_same_folder(str(folder), "folder", world)
+            world.from_first_rank(functools.partial(check_state_folder, folder))
+            with FolderSave(folder, world) as writes, save_errors(folder):
+                run.write_model(writes)
+                groups = save_optimizer(run.optimizer, engine.sharded, writes, run.groups)
+                if world.is_first:
+                    if scheduler is not None:
+                        torch.save(scheduler_of_groups(scheduler.state_dict(), groups), writes.folder / SCHEDULER)
+                    state = TrainerState(
+                        global_step=run.num_steps,
+                        train_batch_size=run.args.per_device_train_batch_size,
+                        stateful_callbacks=[TrainerControl()],  # type: ignore[list-item]
+                    )
+                    state.save_to_json(str(writes.folder / TRAINER_STATE_NAME))
+                    run.steps.save(writes.folder, run.num_steps)
 
     def load_state(self, folder: str | Path, scheduler: Any = None) -> None:
         """
@@ -236,8 +271,37 @@ class ParallelModel:
         Raises:
             `ValueError`: For a folder without a state that can be read, or of another model.
         """
-        with self._run.block("loading the state"):
-            self._run.load_state(Path(folder), scheduler)
+        run, engine, world, folder = self._run, self.engine, self.engine.world, Path(folder)
+
+        def check() -> None:
+            steps = run.steps_of_loop()
+            if steps is not None and steps.gi_frame is not None:
+                raise ValueError("`model.load_state` moves to another place in the data. Call it before the loop.")
+            check_trainer_state(folder)
+            if not (folder / POSITION).is_file():
+                raise ValueError(f"`{folder}` says nothing of a position in the data. Give a folder of `save_state`.")
+            if (folder / SCHEDULER).is_file() != (scheduler is not None):
+                has, remedy = ("no state", "Leave it out") if scheduler is not None else ("the state", "Give it")
+                raise ValueError(f"`{folder}` has {has} of a schedule of the learning rate. {remedy} as `scheduler`.")
+
+        with run.block("loading the state"):
+            check_schedule(scheduler)
+            world.raise_together(check)
+            warn_of_other_settings(str(folder), engine.options.module_settings)
+            engine.sharded.load(folder)
+            refresh_copies(run.optimizer)
+            if scheduler is None:
+                load_optimizer(run.optimizer, engine.model, folder, run.groups, world)
+            else:
+                load_optimizer_and_scheduler(run.optimizer, scheduler, engine.model, folder, run.groups, world)
+            run.steps.begin(str(folder))
+            run.num_steps = run.steps.progress.position.global_step
+            run.open_loader()
+            run.current = None
+            assert run.loader is not None
+            global_batches: Any = run.training.loader.batch_sampler
+            num_samples = len(global_batches.sampler) if has_length(run.training.loader) else None
+            run.loader.epoch, _ = run.steps.progress.position.resume(global_batches, num_samples)
 
 
 class ParallelLoader:
@@ -313,7 +377,6 @@ class _Run:
         return self.steps.training
 
     def open_loader(self) -> None:
-        """Makes the loader of the training steps. Collective."""
         sampler = SequentialSampler if self.args.train_sampling_strategy == "sequential" else RandomSampler
         learned = self.steps.learned_ratio
         self.steps.use(self.loaders.training(sampler, self.sizes, self.arrangement, learned))
@@ -322,95 +385,15 @@ class _Run:
         self.current = self.steps.read(self.training.dataset, self.num_steps + 1)
         return self.current
 
-    def step(self, step: StepBatch) -> torch.Tensor:
-        """See [`ParallelModel.step`]."""
-        with self.block("training step"):
-            if step is not self.current or step is None:
-                raise ValueError(
-                    f"`model.step` runs the step that the loader has yielded last, not this `{type(step).__name__}`. "
-                    "Run steps in their order, in a loop over the loader that `prepare` returned."
-                )
-            self._set_mode("train")
-            for parameter in (*self.engine.trained, *self.engine.updated):
-                parameter.grad = None
-            totals = self.steps.run(self.num_steps)
-        self.steps.step_counts()
-        self.num_steps += 1
-        return totals.mean_loss.to(self.engine.device, torch.float32)
-
-    def _set_mode(self, mode: str) -> None:
+    def set_mode(self, mode: str) -> None:
         """Calls `train` or `eval` of an optimizer that has them, such as schedule-free ones."""
         if callable(getattr(self.optimizer, mode, None)):
             getattr(self.optimizer, mode)()
 
-    def evaluate(self, dataset: Any, compute_metrics: Any, preprocess_logits: Any) -> dict[str, float]:
-        """See [`ParallelModel.evaluate`]."""
-        with self.block("evaluation"):
-            self._set_mode("eval")
-            loader = self.loaders.evaluation(dataset, lambda _: None, "Evaluation")
-            samples = SampleAgreement(self.args.on_bad_sample == "skip", self.engine.world, "evaluation dataset")
-            evaluator = Evaluator(self.engine, self.args, compute_metrics, preprocess_logits)
-            return evaluator.run(samples.batches(loader), compute_metrics is None, "eval").metrics or {}
-
     def write_model(self, writes: Writes) -> None:
-        """Writes the weights, and what stands beside them."""
         self.engine.sharded.save(writes)
         if self.engine.world.is_first:
             write_beside_weights(writes.folder, self.engine, self.processor)
-
-    def save_state(self, folder: Path, scheduler: Any) -> None:
-        """See [`ParallelModel.save_state`]."""
-        world, engine = self.engine.world, self.engine
-        check_schedule(scheduler)
-        check_same_folder(str(folder), "folder", world)
-        world.from_first_rank(functools.partial(check_state_folder, folder))
-        with FolderSave(folder, world) as writes, save_errors(folder):
-            self.write_model(writes)
-            groups = save_optimizer(self.optimizer, engine.sharded, writes, self.groups)
-            if world.is_first:
-                if scheduler is not None:
-                    torch.save(scheduler_of_groups(scheduler.state_dict(), groups), writes.folder / SCHEDULER)
-                self._trainer_state().save_to_json(str(writes.folder / TRAINER_STATE_NAME))
-                self.steps.save(writes.folder, self.num_steps)
-
-    def _trainer_state(self) -> TrainerState:
-        """What a Trainer needs to go on."""
-        samples = self.args.per_device_train_batch_size
-        control: Any = [TrainerControl()]
-        return TrainerState(global_step=self.num_steps, train_batch_size=samples, stateful_callbacks=control)
-
-    def load_state(self, folder: Path, scheduler: Any) -> None:
-        """See [`ParallelModel.load_state`]."""
-        world, engine = self.engine.world, self.engine
-        check_schedule(scheduler)
-
-        def check() -> None:
-            steps = self.steps_of_loop()
-            if steps is not None and steps.gi_frame is not None:
-                raise ValueError("`model.load_state` moves to another place in the data. Call it before the loop.")
-            check_trainer_state(folder)
-            if not (folder / POSITION).is_file():
-                raise ValueError(f"`{folder}` says nothing of a position in the data. Give a folder of `save_state`.")
-            if (folder / SCHEDULER).is_file() != (scheduler is not None):
-                has, remedy = ("no state", "Leave it out") if scheduler is not None else ("the state", "Give it")
-                raise ValueError(f"`{folder}` has {has} of a schedule of the learning rate. {remedy} as `scheduler`.")
-
-        world.raise_together(check)
-        warn_of_other_settings(str(folder), engine.options.module_settings)
-        engine.sharded.load(folder)
-        refresh_copies(self.optimizer)
-        if scheduler is None:
-            load_optimizer(self.optimizer, engine.model, folder, self.groups, world)
-        else:
-            load_optimizer_and_scheduler(self.optimizer, scheduler, engine.model, folder, self.groups, world)
-        self.steps.begin(str(folder))
-        self.num_steps = self.steps.progress.position.global_step
-        self.open_loader()
-        self.current = None
-        assert self.loader is not None
-        global_batches: Any = self.training.loader.batch_sampler
-        num_samples = len(global_batches.sampler) if has_length(self.training.loader) else None
-        self.loader.epoch, _ = self.steps.progress.position.resume(global_batches, num_samples)
 
 
 def check_state_folder(folder: Path) -> None:

@@ -50,8 +50,6 @@ class RankStep:
 
 @dataclass
 class RankSteps:
-    """Measurements of one rank between two logs."""
-
     chosen: list[RankStep] = field(default_factory=list)  # those that may be compared
     # of each step, from asking for its batch to the end of the optimizer's step
     wall_ms: list[float] = field(default_factory=list)
@@ -90,7 +88,6 @@ class PredictionCallback(EngineCallback):
         self._began_s = self._spent_s = 0.0
 
     def _clear(self) -> None:
-        """Begins a window."""
         self.steps = RankSteps()
         self.chosen: list[StepResult] = []  # those that may be compared
         self.marks: list[tuple[Any, Any]] = []  # of the engine's clock: each step's start and end
@@ -163,7 +160,6 @@ class PredictionCallback(EngineCallback):
             self._spent_s += time.thread_time() - start
 
     def _write_header(self, engine: ParallelEngine) -> None:
-        """Adds the line of this run to the log."""
         assert engine.planner is not None and self.path is not None
         costs, plan = engine.costs, engine.plan
         cuda = engine.device.type == "cuda"
@@ -297,7 +293,6 @@ def _bubble(ranks: Sequence[RankSteps], chosen: Sequence[int]) -> float:
 
 
 def _memory(ranks: Sequence[RankSteps], steps: Sequence[MeasuredStep]) -> MemoryPeak | None:
-    """The rank on which most memory was measured."""
     measured = [rank.memory_gib for rank in ranks]
     rank = int(np.argmax([gib or 0.0 for gib in measured]))
     gib = measured[rank]

@@ -56,9 +56,7 @@ def _kill_data_workers() -> None:
 
 @contextlib.contextmanager
 def noting_signals(note: Callable[[], None]) -> Iterator[None]:
-    """
-    A block in which the signals only call a function; raises `ValueError` outside of the main thread, which gets them.
-    """
+    """A block in which the signals only call a function; it has to be in the main thread, which gets them."""
     if threading.current_thread() is not threading.main_thread():
         raise ValueError(
             "`save_on_preemption` and `resilience` need the signals SIGTERM and SIGUSR1. Python gives signals to the "

@@ -19,18 +19,18 @@ import traceback
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .._device import synchronize
-from ..plan import ParallelPlan
-from ..resilience.reconfiguration import TooFewNodesError
-from ..runtime.held_state import HeldParameter, Transfer, exchange
+from ..resilience.pipelines import ClusterPlan, TooFewNodesError
+from ..runtime.held_state import HeldParameter, exchange
 from ..world import Generation, Membership, World, failures_left_to, is_lost_connection, track_activity
 from ..world.generations import LEFT, Loss, put, take
 from ..world.membership import FinishedRunError, NoLossError
+from .recovery_plan import NodeLayouts
 
 T = TypeVar("T")
 Held = dict[str, HeldParameter]
@@ -54,47 +54,6 @@ def place_of(error: BaseException) -> str:
 
 class LostRanksError(RuntimeError):
     """Ranks were lost, and this one has not noticed by a connection of its own."""
-
-
-class NodeLayout(Protocol):
-    """A plan, and the member of the run that plays each of its ranks."""
-
-    @property
-    def plan(self) -> ParallelPlan: ...
-
-    @property
-    def members(self) -> tuple[int, ...]: ...
-
-    @property
-    def reason(self) -> str: ...
-
-
-class LayoutPlanner(Protocol):
-    """Decides on layouts, alike on all ranks."""
-
-    def without(self, layout: Any, lost: Collection[int]) -> NodeLayout:
-        """The layout that follows when members are lost."""
-        ...
-
-    def leaving(self, layout: Any, asked: Collection[int]) -> Collection[int]:
-        """The members of the nodes of some, or of as many of these nodes as can leave at once."""
-        ...
-
-    def with_members(self, layout: Any, joined: Collection[int]) -> NodeLayout:
-        """The layout that follows when members join; some may be left out."""
-        ...
-
-    def last(self, layout: Any, lost: Collection[int]) -> NodeLayout:
-        """A layout for a last checkpoint, when too few members are left to survive another failure."""
-        ...
-
-    def transfers(self, before: Any, after: Any) -> Sequence[Transfer]:
-        """What ranks have to send each other, by their ranks in the new layout."""
-        ...
-
-    def needed_parameters(self, layout: Any, rank: int) -> Collection[str]:
-        """The parameters that a rank holds."""
-        ...
 
 
 @dataclass
@@ -141,8 +100,8 @@ def _named(members: Sequence[int]) -> str:
 class _JoinMessage:
     """What ranks that join are told."""
 
-    planner: LayoutPlanner
-    layout: NodeLayout  # before they join
+    planner: NodeLayouts
+    layout: ClusterPlan  # before they join
     report: _Report  # of the rank that tells them
     run: bytes  # what else they need to know of the run
 
@@ -170,8 +129,8 @@ class Recovery:
         self,
         membership: Membership,
         world: World,
-        planner: LayoutPlanner,
-        layout: NodeLayout,
+        planner: NodeLayouts,
+        layout: ClusterPlan,
         holds: Callable[[], Held],
         follow: Callable[[Any, Held, MembershipChange], None],
         tell: Callable[[], bytes] = bytes,
@@ -228,9 +187,7 @@ class Recovery:
             self._block = None
 
     def run(self, work: Callable[[], T]) -> T:
-        """
-        Does work in which ranks communicate; again, if ranks are lost in it. A [`Recovery.commit`] makes it count.
-        """
+        """Does work in which ranks communicate; again, if ranks are lost in it, until a `commit` makes it count."""
         self._begin()
         while True:
             try:
@@ -301,7 +258,6 @@ class Recovery:
             self._meet_until_done(time.time())
 
     def _leaving(self, asked: Collection[int]) -> Collection[int]:
-        """The members that leave now; of many nodes some leave a step later."""
         generation = self.membership.generation
         assert generation is not None
         leaving = self.planner.leaving(self.layout, asked) if asked else ()
@@ -357,7 +313,6 @@ class Recovery:
             raise LostRanksError("Ranks were lost.")
 
     def is_loss(self, error: Exception) -> bool:
-        """Whether an error is due to a loss of ranks."""
         return self.membership.is_stale or is_lost_connection(error)
 
     def _meet_after(self, error: Exception) -> None:
@@ -423,7 +378,7 @@ class Recovery:
             self.membership.ask_to_meet_anew()
             return self.membership.next_generation(_NEWS_S)
 
-    def _layout_of(self, members: set[int]) -> NodeLayout:
+    def _layout_of(self, members: set[int]) -> ClusterPlan:
         lost, joined = set(self.layout.members) - members, members - set(self.layout.members)
         try:
             layout = self.planner.without(self.layout, lost) if lost else self.layout
@@ -445,7 +400,6 @@ class Recovery:
         )
 
     def _event_of(self, losses: Sequence[Loss], anew: str, stopped_at: float) -> MembershipChange:
-        """What has happened since the model was last laid out, with new losses."""
         before = MembershipChange() if self._next is None else self._event
         lost_at = min((loss.time for loss in losses), default=stopped_at)
         return MembershipChange(
@@ -496,11 +450,6 @@ class Recovery:
                 "checkpoint."
             )
 
-    def _wait_for_device(self) -> float:
-        """Waits until what was sent to this rank's device is there."""
-        synchronize(self.world.device)
-        return 0.0
-
     def _take_prepared(self) -> None:
         """From now on this rank has all that it needs for the next layout."""
         assert self._prepared is not None
@@ -522,7 +471,8 @@ class Recovery:
         received, self._event.copied_bytes = exchange(held, transfers, self.world)
         needed = self.planner.needed_parameters(self._next, self.world.rank)
         self._prepared = self._next, {name: received.get(name) or held[name] for name in needed}
-        self._sum(self._wait_for_device)
+        synchronize(self.world.device)  # what was sent to it is there
+        self._sum(float)
         self._take_prepared()
         event = self._event
         event.copied_s = time.perf_counter() - started_s

@@ -30,7 +30,7 @@ from .training_sizes import allowed_bytes
 
 
 class NodeLayouts:
-    """Decides on layouts of pipelines of nodes when members are lost or join, see [`LayoutPlanner`]."""
+    """Decides on layouts of pipelines of nodes when members are lost or join, alike on all ranks."""
 
     def __init__(self, planner: ResilientPlanner):
         self.planner = planner
@@ -40,7 +40,6 @@ class NodeLayouts:
         return self.planner.plans.chain.spec
 
     def without(self, layout: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
-        """The layout that follows when members, and so their nodes, are lost."""
         return self.planner.without(layout, self._nodes(lost))
 
     def last(self, layout: ClusterPlan, lost: Collection[int]) -> ClusterPlan:
@@ -48,7 +47,6 @@ class NodeLayouts:
         return self.planner.last(layout, self._nodes(lost))
 
     def with_members(self, layout: ClusterPlan, joined: Collection[int]) -> ClusterPlan:
-        """The layout that follows when members join."""
         size = self.planner.node_size
         counts = Counter(member // size for member in joined)
         whole = sorted(node for node, count in counts.items() if count == size)  # others are left out
@@ -82,7 +80,6 @@ class NodeLayouts:
         return {member // self.planner.node_size for member in members}
 
     def transfers(self, before: ClusterPlan, after: ClusterPlan) -> list[Transfer]:
-        """What ranks have to send each other, by their ranks in the new layout."""
         return state_transfers(self._spec, before, after)
 
     def tp_cuts(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -96,7 +93,6 @@ class NodeLayouts:
         return result
 
     def needed_parameters(self, layout: ClusterPlan, rank: int) -> list[str]:
-        """The parameters that a rank holds."""
         return [name for name, shards in parameter_shards(self._spec, layout.plan).items() if shards.on_rank(rank)]
 
 
@@ -106,9 +102,7 @@ def node_layouts(
     args: MultimodalTrainingArguments,
     global_batch: tuple[int, SampleSizes | None],
 ) -> NodeLayouts:
-    """
-    Returns what decides on layouts, on every rank alike; raises `ValueError` for failures that can't be guaranteed.
-    """
+    """Returns what decides on layouts; raises `ValueError` for failures that can't be guaranteed."""
     survives = args.survives
     assert survives is not None
     costs, plan = prepared.costs, plugin.plan
@@ -188,10 +182,7 @@ def refusals(
 
 
 def state_transfers(spec: ModelSpec, before: PlacedPlan, after: PlacedPlan) -> list[Transfer]:
-    """
-    Returns what ranks send each other when a plan follows another, by their ranks in the new one; raises
-    [`LostStateError`] if no process that is left holds a part.
-    """
+    """What ranks send each other when a plan follows another, by their ranks in the new one."""
     held, needed = _parts(spec, before), _parts(spec, after)
     copies = state_copies(spec, before, after).copies
     wanted = [(copy.parameter, copy.source, copy.target, copy.slice) for copy in copies]

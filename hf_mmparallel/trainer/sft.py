@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +16,14 @@ from trl.trainer.sft_trainer import SFTTrainer
 from ..data.defaults import columns_of
 from ..modeling import check_router_loss
 from ..modeling.loading import build_on_meta
-from .argument_table import Refused, refuse_settings
-from .arguments import MultimodalTrainingArguments
+from .argument_table import Refused, check_arguments
+from .arguments import MultimodalTrainingArguments, help_from_docstring
 from .build import is_single_process
 from .parallelize import parallelize
 from .trainer import MultimodalParallelTrainer
 
 
+@help_from_docstring
 @dataclass
 class MultimodalSFTConfig(SFTConfig, MultimodalTrainingArguments):
     """
@@ -36,13 +37,7 @@ class MultimodalSFTConfig(SFTConfig, MultimodalTrainingArguments):
 
     _VALID_DICT_FIELDS = [*{*SFTConfig._VALID_DICT_FIELDS, *MultimodalTrainingArguments._VALID_DICT_FIELDS}]
 
-    packing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Put several samples into one row, without padding: those of a microbatch under a plan and for "
-            "samples with images, otherwise as `packing_strategy` says.",
-        },
-    )
+    packing: bool | None = None
 
     @property
     def row_packing(self) -> bool | None:
@@ -74,7 +69,7 @@ class SFTData:
             trainer.sample_tokens = sample_tokens
         planned = getattr(args, "plugin", None) is not None
         if planned:
-            refuse_settings(args, _SFT_ARGUMENTS)
+            check_arguments(args, _SFT_ARGUMENTS)
         dataset = positional[1] if len(positional) > 1 else kwargs.get("train_dataset")
         if planned or {"image", "images"} & set(columns_of(dataset) or ()):
             args = _with_row_packing(args)

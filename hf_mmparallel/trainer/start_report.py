@@ -164,7 +164,6 @@ def predict(
 
 
 def _arranged(planner: StepPlanner, batch: SampleSizes) -> PlannedStep:
-    """A global batch as it is arranged in training."""
     return planner.arrange(range(batch.num_samples), batch, planner.token_limits)
 
 
@@ -189,7 +188,6 @@ _MOST_TEMPLATES, _MOST_COUNTS = 4, 8  # rows of tables; `hf-mmparallel plan --fa
 
 
 def size_origin(context: RunContext) -> str:
-    """The source of the sizes of samples, in words."""
     columns = context.args.token_columns
     if columns is not None:
         names = [columns] if isinstance(columns, str) else list(columns.values())
@@ -269,10 +267,7 @@ class PlanReport:
     stock_batch_size: int | None = None  # global batch of the stock Trainer with the same arguments, if it takes them
 
     def show(self, folder: Path | None = None, searched: SampleSizes | None = None) -> StepReport:
-        """
-        Prints the plan with the predicted bubble and balance, draws the step into a folder if one is given, and
-        returns it; `searched` are sizes of the samples that the plan was searched for with.
-        """
+        """Prints the plan with the predicted bubble and balance, and draws the step into a folder if one is given."""
         engine, args = self.engine, self.sizes.context.args
         request = PlannedFor(seed=args.seed) if self.planned_for is None else self.planned_for
         with seeded(args.seed):  # only this rank reads samples here
@@ -291,7 +286,6 @@ class PlanReport:
         return prediction
 
     def lines(self, planner: StepPlanner, prediction: StepReport) -> list[str]:
-        """The lines below the table of a plan."""
         context, plan, device = self.sizes.context, self.engine.plan, self.engine.device
         args = context.args
         step, cp_size = prediction.planned.step, plan.modules[LANGUAGE_MODEL].cp_size

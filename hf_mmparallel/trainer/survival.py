@@ -18,7 +18,7 @@ import torch
 from accelerate.logging import get_logger
 from transformers.trainer_callback import ExportableState, ProgressCallback
 
-from ..resilience.reconfiguration import TooFewNodesError
+from ..resilience.pipelines import ClusterPlan, TooFewNodesError
 from ..runtime.held_state import HeldParameter, give_to_optimizer, held_parameters, let_go, restore_state
 from ..runtime.optimizer_slices import settings_of
 from ..runtime.optimizers import prepare_optimizer
@@ -27,7 +27,7 @@ from ..world.connections import end_collectives
 from .arguments import set_ranks
 from .engine_callback import EngineCallback
 from .engine_state import EngineState
-from .recovery import MembershipChange, NodeLayout, Recovery, RepeatedFailureError, place_of
+from .recovery import MembershipChange, Recovery, RepeatedFailureError, place_of
 from .training_steps import save_trainer_state
 
 logger = get_logger(__name__)
@@ -60,15 +60,6 @@ class JoinState:
         callbacks = [(type(one).__name__, _state_of(one)) for one in trainer.callback_handler.callbacks]
         return cls(files, trainer.lr_scheduler.state_dict(), groups, sums, callbacks)
 
-    @classmethod
-    def from_bytes(cls, data: bytes) -> JoinState:
-        """The inverse of [`JoinState.to_bytes`]."""
-        return pickle.loads(data)
-
-    def to_bytes(self) -> bytes:
-        """The run as other ranks are sent it."""
-        return pickle.dumps(self)
-
     @contextlib.contextmanager
     def checkpoint(self) -> Iterator[str]:
         """A folder with the files, for the duration of a block."""
@@ -97,7 +88,6 @@ class JoinState:
                     setattr(callback, attribute, value)
 
     def restore_sums(self, trainer: Any) -> None:
-        """Gives a Trainer in its loop what it adds up between two logs."""
         for name, value in self.sums.items():
             setattr(trainer, name, value)
         trainer._globalstep_last_logged = int(trainer._globalstep_last_logged)
@@ -126,11 +116,9 @@ class Survival:
         self._loss = torch.zeros(())  # of the last step, as it is logged
 
     def repeat(self, work: Callable[[], T]) -> T:
-        """Does a part of a step in which ranks communicate, see [`Recovery.run`]."""
         return work() if self.recovery is None else self.recovery.run(work)
 
     def complete(self, work: Callable[[], T]) -> T:
-        """Does some work beside steps in which ranks communicate, see [`Recovery.complete`]."""
         return work() if self.recovery is None else self.recovery.complete(work)
 
     def run_step(self) -> torch.Tensor:
@@ -208,8 +196,8 @@ class Survival:
             return
         logger.warning(f"Process {self.recovery.membership.id} waits to join the training.", main_process_only=False)
         with track_activity("waiting to join the training", waits=True):
-            self.told = JoinState.from_bytes(self.recovery.wait_to_join())
-        with self.told.checkpoint() as folder:
+            self.told = told = pickle.loads(self.recovery.wait_to_join())
+        with told.checkpoint() as folder:
             self.join_folder = folder
             yield folder
 
@@ -259,8 +247,7 @@ class Survival:
             gc.unfreeze()
 
     def tell(self) -> bytes:
-        """What a rank that joins has to know of this run."""
-        return JoinState.of(self.trainer, self.run.steps).to_bytes()
+        return pickle.dumps(JoinState.of(self.trainer, self.run.steps))
 
     def held_parameters(self) -> dict[str, HeldParameter]:
         """What this rank holds for the next layout; not gradients, which belong to a step that is done or repeated."""
@@ -268,7 +255,7 @@ class Survival:
         self.trainer.optimizer.zero_grad()
         return held_parameters(self.trainer.model, self.run.prepared_optimizer, self.trainer._engine.slices)
 
-    def follow(self, layout: NodeLayout, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:
+    def follow(self, layout: ClusterPlan, held: Mapping[str, HeldParameter], event: MembershipChange) -> None:
         """Lays the model, the optimizer and the data out for the ranks that are there now. Collective."""
         trainer = self.trainer
         engine, was_first = trainer._engine, trainer.state.is_world_process_zero

@@ -252,7 +252,6 @@ class MultimodalParallelTrainer(Trainer):
 
     @under_plan
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """Its items are steps of all ranks."""
         return self._run.loaders.evaluation(test_dataset, self._get_eval_sampler, "test")
 
     def _set_signature_columns_if_needed(self) -> None:
@@ -396,7 +395,6 @@ class MultimodalParallelTrainer(Trainer):
 
     @under_plan
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        """The norm over the parameters of all ranks."""
         norm = self._survival.gradient_norm() if grad_norm is None else grad_norm
         self._run.steps.finite.watch(self.state.global_step + 1, "norm", norm)
         return norm
@@ -573,7 +571,6 @@ class MultimodalParallelTrainer(Trainer):
         self._survival.complete(lambda: self.world.raise_together(read))
 
     def _load_best_model(self) -> None:
-        """See `_load_from_checkpoint`."""
         if self.engine is None:
             sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
             if sharded or not build.restore_renamed(self.model, self.state.best_model_checkpoint):
@@ -583,7 +580,6 @@ class MultimodalParallelTrainer(Trainer):
         self._survival.complete(lambda: self._load_from_checkpoint(str(self.state.best_model_checkpoint)))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Adds the plan, its picture and the measured efficiency to the stock model card."""
         if self.engine is None:
             return super().create_model_card(*args, **kwargs)
         self.model.create_or_update_model_card = self._engine.sharded.write_adapter_card  # called for adapters

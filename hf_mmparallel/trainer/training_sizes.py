@@ -69,8 +69,6 @@ class StartSizes:
 
 @dataclass(frozen=True)
 class CommonSizes:
-    """Sizes that are equal on all ranks."""
-
     # dataset indices -> sizes, or how each rank measures them; `None` where sizes are unknown
     source: SizeSource | None
     typical: SampleSizes | None  # of a global batch whose samples are like the mean one

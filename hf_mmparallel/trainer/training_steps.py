@@ -182,10 +182,7 @@ class TargetCount:
         self.num_without = 0
 
     def saw(self, num_targets: int, is_first: bool) -> None:
-        """
-        Counts the target tokens of a global batch, over all ranks; raises `ValueError` if the first batch of a run has
-        none.
-        """
+        """Counts targets of a global batch, over all ranks; the first one of a run has to have some."""
         if num_targets:
             return
         reason = (
@@ -323,7 +320,6 @@ class ModuleLosses:
         self._last_step = 0  # the last one that was logged
 
     def add(self, losses: Mapping[str, torch.Tensor]) -> None:
-        """Adds the mean losses of a step, or what a batch adds to them."""
         for name, loss in losses.items():
             self._sums[name] = self._sums.get(name, 0.0) + loss.detach()
 
@@ -374,7 +370,7 @@ class TrainingSteps:
 
     def use(self, training: TrainingLoader) -> None:
         """Lets the steps that follow be those of a loader, for callbacks, errors and the memory ratio."""
-        self.engine.plan_steps_with(training.run_planner)
+        self.engine.planner = training.run_planner
         self.memory_ratio = training.memory_ratio
         self.training = training
 
@@ -401,14 +397,13 @@ class TrainingSteps:
         """Plans steps by the plan that the engine has now, from the one after the last that counts."""
         assert self.training is not None
         self.training = self.training.with_plan(self.engine)
-        self.engine.plan_steps_with(self.training.run_planner)
+        self.engine.planner = self.training.run_planner
         if hasattr(self._items, "_shutdown_workers"):
             self._items._shutdown_workers()  # type: ignore[union-attr]
         self._go_on()
         self.samples.compare_again()
 
     def _go_on(self) -> None:
-        """Reads the steps after the last that counts."""
         assert self.training is not None
         self.progress.position, self.samples.num_skipped = self._done, self._num_skipped_done
         self._items = self.training.items_after(self._done)
@@ -423,7 +418,6 @@ class TrainingSteps:
             self._go_on()
 
     def end_epoch(self, number: int) -> None:
-        """Notes that all steps of an epoch count."""
         self.progress.position = dataclasses.replace(self.progress.position, epoch=number + 1, num_samples=0)
         self.step_counts()
 
@@ -433,9 +427,7 @@ class TrainingSteps:
             self._given = self._items = items
 
     def read(self, dataset: StepDataset, step: int) -> StepBatch | None:
-        """
-        Reads the next global batch, without samples that can't be read; `None` at the end of an epoch. Collective.
-        """
+        """Reads the next global batch without unreadable samples; `None` at the end of an epoch. Collective."""
         ACTIVITY.step = step
         engine = self.engine
         assert self._items is not None

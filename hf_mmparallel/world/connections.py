@@ -135,7 +135,6 @@ def _epolls() -> Iterator[int]:
 
 
 def _watched(loop: int) -> dict[int, int]:
-    """File descriptor -> inode of the files in an epoll set."""
     rows = re.findall(r"^tfd:\s*(\d+) .*\bino:\s*([0-9a-f]+)", _read(_INFOS / str(loop)), re.MULTILINE)
     return {int(descriptor): int(inode, 16) for descriptor, inode in rows}
 

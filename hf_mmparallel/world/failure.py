@@ -143,7 +143,6 @@ def refuse_once() -> Iterator[None]:
 
 
 def _raised_by(error: BaseException) -> str:
-    """The name of the module that raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -21,8 +21,6 @@ class Member:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a member."""
-
     member: Member
     reason: str  # how it ended, such as "killed by SIGKILL"
     time: float  # when its launcher noticed, in seconds since the epoch
@@ -48,7 +46,6 @@ class Generation:
         return tuple(member.id for member in self.members)
 
     def rank_of(self, id: int) -> int:
-        """The rank of a member in this generation."""
         return self.ids.index(id)
 
     def to_json(self) -> str:
@@ -98,7 +95,6 @@ _PIECE_BYTES = 4 * 2**20  # the store takes values of up to 8 MiB
 
 
 def put(store: Any, key: str, data: bytes) -> None:
-    """Stores data of any size."""
     pieces = [data[start : start + _PIECE_BYTES] for start in range(0, len(data), _PIECE_BYTES)]
     for index, piece in enumerate(pieces):
         store.set(f"{key}/{index}", piece)
@@ -115,7 +111,6 @@ def generation_key(number: int) -> str:
 
 
 def news_key(id: int) -> str:
-    """Key of the queue of generations for a process."""
     return f"news/{id}"
 
 
@@ -124,15 +119,5 @@ def meeting_key(number: int) -> str:
     return f"meeting/{number}"
 
 
-def arrivals_key(number: int) -> str:
-    """Key of the number of members that have come to a meeting."""
-    return f"arrivals/{number}"
-
-
-def arrived_key(number: int, id: int) -> str:
-    return f"arrived/{number}/{id}"
-
-
 def beat_key(node: int) -> str:
-    """Key of the heartbeats of a launcher."""
     return f"beat/{node}"

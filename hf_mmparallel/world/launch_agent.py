@@ -26,8 +26,6 @@ _LAST_GRACE_S = 5  # time for workers to end when the job has
 
 @dataclass
 class Outcome:
-    """What became of a launch."""
-
     reasons: list[str] = field(default_factory=list)  # why the job failed, once it has
     has_left: bool = False  # the workers have left a job that goes on
 
@@ -114,7 +112,6 @@ class SurvivingAgent(LocalElasticAgent):
             announce(f"starting again, {number} of {self._worker_group.spec.max_restarts} times")
 
     def _failures(self, context: Any) -> dict[int, ProcessFailure]:
-        """Rank -> how its worker failed, for those that have ended."""
         failures = {}
         for rank, worker in self._supervisor.workers.items() if self._supervisor else ():
             code = worker.process.poll()

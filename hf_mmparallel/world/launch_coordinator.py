@@ -12,8 +12,6 @@ from .generations import Generation, Loss, Member
 
 @dataclass(frozen=True)
 class End:
-    """The end of the job."""
-
     success: bool  # at least one process finished, and none failed that was not lost
     reason: str = ""  # why it failed
     all_are_ending: bool = False  # the processes that still run have reported why they end
@@ -95,7 +93,6 @@ class Coordinator:
     # Events. Each method returns the losses, or the members that join.
 
     def _take_node(self, node: int, ids: Sequence[int]) -> list[Member]:
-        """A launcher has started its workers."""
         members = [Member(id, node) for id in ids]
         self._nodes[node] = members
         self._running.update(members)
@@ -149,12 +146,10 @@ class Coordinator:
         return self._lose([Member(id, node)], reason, time, place)
 
     def _take_silent(self, node: int, reason: str, time: float) -> list[Loss]:
-        """A launcher gives no sign of life."""
         self._gone.add(node)
         return self._lose(self._nodes.get(node, []), reason, time)
 
     def _take_leaving(self, node: int) -> list[Loss]:
-        """A launcher ends by a signal."""
         self._gone.add(node)
         return []
 
@@ -168,7 +163,6 @@ class Coordinator:
         return []
 
     def _take_moves(self, id: int) -> list[Loss]:
-        """A process that was stuck goes on."""
         self._stuck.pop(id, None)
         return []
 
@@ -214,21 +208,21 @@ def _words(reason: str) -> str:
     return re.sub(r"\d+", "", reason)
 
 
+def _processes(ids: Sequence[int], node: int) -> str:
+    return f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node}"
+
+
 def loss_sentence(generation: Generation) -> str:
     """One line about the losses of a generation."""
     reasons: dict[tuple[int, str], list[int]] = {}
     for loss in generation.losses:
         reasons.setdefault((loss.member.node, loss.reason), []).append(loss.member.id)
-    parts = [
-        f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node} ({reason})"
-        for (node, reason), ids in reasons.items()
-    ]
+    parts = [f"{_processes(ids, node)} ({reason})" for (node, reason), ids in reasons.items()]
     others = f"the other {len(generation.members)} go on" if len(generation.members) > 1 else "the last one goes on"
     return f"lost {', '.join(parts)}; {others}"
 
 
 def anew_sentence(generation: Generation) -> str:
-    """One line about members that meet anew."""
     return f"{generation.anew}; {len(generation.members)} meet anew and do the last work again"
 
 
@@ -237,8 +231,5 @@ def join_sentence(generation: Generation) -> str:
     by_node: dict[int, list[int]] = {}
     for member in generation.joined:
         by_node.setdefault(member.node, []).append(member.id)
-    parts = [
-        f"process{'es' if len(ids) > 1 else ''} {', '.join(map(str, ids))} of node {node}"
-        for node, ids in by_node.items()
-    ]
+    parts = (_processes(ids, node) for node, ids in by_node.items())
     return f"{', '.join(parts)} joined; {len(generation.members)} go on"

@@ -17,8 +17,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from .. import _environment
 from . import generations as keys
 from .connections import GlooWaits, end_gloo_connections, shut_down
@@ -82,12 +80,8 @@ class FinishedRunError(RuntimeError):
 
 class Membership:
     """
-    The membership of this process in the job. [`Membership.from_environment`] makes it.
-
-    Attributes:
-        id, node (`int`): The number of this process in the job, and of its launcher.
-        generation ([`Generation`], *optional*):
-            The one that this process works in; `None` in a process that joins a running job, until it enters one.
+    The membership of this process in the job, with the number of the process (`id`) and of its launcher (`node`), and
+    the [`Generation`] that it works in; `None` in a process that joins a running job, until it enters one.
     """
 
     def __init__(self, settings: dict[str, Any]):
@@ -97,7 +91,7 @@ class Membership:
         self._address: tuple[str, int] = (settings["host"], settings["port"])
         self._prefix: str = settings["prefix"]
         self._sign_path = Path(settings["folder"], f"{self.id}.json")
-        self._store = keys.connect(self._address, self._prefix)  # of the main thread
+        self.store: Any = keys.connect(self._address, self._prefix)  # of the main thread
         self._group_stores: list[Any] = []
         self._parent = os.getppid()
         self._abort: Callable[[], None] | None = None
@@ -117,7 +111,8 @@ class Membership:
         self._error: RuntimeError | None = None
         self._is_over = False
         self.generation: Generation | None = None
-        first = self._read_generation(0)
+        self.store.wait([keys.generation_key(0)], timedelta(seconds=_START_S))
+        first = Generation.from_json(self.store.get(keys.generation_key(0)))
         self._known.append(first)
         if self.id in first.ids:
             self.generation = first
@@ -127,11 +122,6 @@ class Membership:
         """The membership of this process; `None` if it was not started by `hf-mmparallel launch`."""
         settings = _environment.launch_settings()
         return None if settings is None else cls(settings)
-
-    @property
-    def store(self) -> Any:
-        """The store of the job, for the main thread."""
-        return self._store
 
     # What is known
 
@@ -176,12 +166,8 @@ class Membership:
 
     def start(self, abort: Callable[[], None]) -> None:
         """
-        Starts to listen for losses and to give signs of life, both in daemon threads. To be called once.
-
-        Args:
-            abort (`Callable`):
-                Ends the collectives of this process, see [`end_collectives`]. Called by a thread, once for each newer
-                generation, as soon as members are lost.
+        Starts to listen for losses and to give signs of life, both in daemon threads. To be called once. A thread
+        calls `abort`, see [`end_collectives`], once for each newer generation, as soon as members are lost.
         """
         self._abort = abort
         self._write_sign()
@@ -215,19 +201,13 @@ class Membership:
             self._sign_path.unlink(missing_ok=True)
 
     def leave(self, reason: str = "") -> None:
-        """
-        From now on this process is no member. Without a reason the others do not need it, and go on without another
-        generation.
-        """
+        """From now on this process is no member. Without a reason the others go on without another generation."""
         assert self.generation is not None, "only members leave"
         event = {"kind": "left", "generation": self.generation.number, "reason": reason, "time": time.time()}
         self._end_with(event)
 
     def report(self, reason: str, place: str = "") -> None:
-        """
-        Says that this process is about to end because of an error, raised at a place, so that the others need not wait
-        for its end.
-        """
+        """Says that this process is about to end because of an error, so that the others need not wait for it."""
         if self._finished:
             return
         self._abort = None
@@ -248,19 +228,10 @@ class Membership:
 
     def next_generation(self, timeout_s: float | None) -> Generation:
         """
-        Waits for a generation newer than the one that this process works in, and than those that have not all met.
-
-        Args:
-            timeout_s (`float` or `None`): Seconds to wait; `None` for no limit.
-
-        Returns:
-            [`Generation`]: The newest one.
-
-        Raises:
-            [`LostMemberError`]: If this process is not among its members.
-            [`FinishedRunError`]: If a member has finished.
-            [`NoLossError`]: If there is none: no member has been lost.
-            `RuntimeError`: If the launcher of node 0 is gone.
+        Waits, for `timeout_s` or without a limit, for a generation newer than the one that this process works in, and
+        than those that have not all met. Raises [`LostMemberError`] if this process is not among its members,
+        [`FinishedRunError`] if a member has finished, [`NoLossError`] if there is none, as no member has been lost,
+        and `RuntimeError` if the launcher of node 0 is gone.
         """
         with self._news:
             self._news.wait_for(lambda: self._error or self._is_over or self._is_decided(), timeout_s)
@@ -289,38 +260,21 @@ class Membership:
             newer = newer if any(self.id in generation.answered for generation in newer) else []
         return bool(newer) and (self.generation is not None or self.id in newer[-1].ids)
 
-    def meet(self, generation: Generation, timeout_s: float | None = None) -> bool:
+    def meet(self, generation: Generation) -> bool:
         """
-        Waits for all members of a generation. The result is the same for all of them.
-
-        Args:
-            generation ([`Generation`]): Of [`Membership.next_generation`].
-            timeout_s (`float`, *optional*): Seconds to wait; without a limit if left out.
-
-        Returns:
-            `bool`: Whether all have come; `False` if there is a newer generation, or a member has finished.
-
-        Raises:
-            `TimeoutError`: With the members that have not come.
+        Waits for all members of a generation. The result is the same for all of them: whether all have come, `False`
+        if there is a newer generation, or a member has finished.
         """
-        number, members = generation.number, generation.members
-        self._store.set(keys.arrived_key(number, self.id), "")
-        if self._store.add(keys.arrivals_key(number), 1) == len(members):
-            self._store.compare_set(keys.meeting_key(number), "", keys.MET)
-        try:
-            self._store.wait([keys.meeting_key(number)], timedelta(seconds=timeout_s) if timeout_s else keys.FOREVER)
-        except dist.DistStoreError:
-            missing = [id for id in generation.ids if not self._store.check([keys.arrived_key(number, id)])]
-            raise TimeoutError(
-                f"Processes {missing} have not come to the meeting of generation {number} within {timeout_s:g} s."
-            ) from None
-        has_met = self._store.get(keys.meeting_key(number)).decode() == keys.MET
+        number = generation.number
+        if self.store.add(f"arrivals/{number}", 1) == len(generation.members):
+            self.store.compare_set(keys.meeting_key(number), "", keys.MET)
+        self.store.wait([keys.meeting_key(number)], keys.FOREVER)
+        has_met = self.store.get(keys.meeting_key(number)).decode() == keys.MET
         if not has_met:  # what takes its place, a newer generation or the end, may not have arrived here yet
             self._abandoned = number
         return has_met
 
     def enter(self, generation: Generation) -> None:
-        """From now on this process works in this generation."""
         with self._news:
             self.generation = generation
 
@@ -356,19 +310,14 @@ class Membership:
         self._abort = None
         self._closing.set()
         with contextlib.suppress(RuntimeError):  # the store is gone, and so the thread has ended
-            self._store.queue_push(keys.news_key(self.id), "")
+            self.store.queue_push(keys.news_key(self.id), "")
         for thread in threads:
             thread.join(_JOIN_S)
 
     # The store
 
     def _push(self, event: dict[str, Any]) -> None:
-        self._store.queue_push(keys.EVENTS, json.dumps(event))
-
-    def _read_generation(self, number: int) -> Generation:
-        key = keys.generation_key(number)
-        self._store.wait([key], timedelta(seconds=_START_S))
-        return Generation.from_json(self._store.get(key))
+        self.store.queue_push(keys.EVENTS, json.dumps(event))
 
     # The thread that listens
 
@@ -449,7 +398,6 @@ class Membership:
             self._write_sign()
 
     def _write_sign(self) -> None:
-        """Writes the state of this process where its launcher reads it."""
         with self._sign_lock, contextlib.suppress(OSError):  # the launcher removes the folder at its end
             if self._finished:
                 return

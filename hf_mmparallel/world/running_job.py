@@ -30,7 +30,6 @@ class Joining:
     processes_per_node: int  # how many of them each launcher started
 
     def settings(self) -> dict[str, Any]:
-        """What the workers are told in addition."""
         return {
             "host": self.address[0],
             "port": self.address[1],
@@ -49,10 +48,7 @@ def publish_job(store: Any, prefix: str, num_nodes: int, num_members: int) -> No
 
 
 def start_together(address: tuple[str, int], prefix: str, num_launchers: int) -> None:
-    """
-    Waits until no workers of an earlier start run on any host, and removes what they have left in the store, such as
-    addresses of their process groups; raises `TimeoutError` if a launcher does not come.
-    """
+    """Waits until no workers of an earlier start run on any host, and clears what they left in the store."""
     store = keys.connect(address, prefix)
     if store.add(keys.NUM_READY, 1) == num_launchers:
         everything = store.underlying_store
@@ -72,7 +68,6 @@ def start_together(address: tuple[str, int], prefix: str, num_launchers: int) ->
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `HOST:PORT`."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from . import generations as keys
 from .generations import LEFT, Generation
@@ -76,7 +76,6 @@ class Lifeline:
 
     @property
     def has_ended(self) -> bool:
-        """Whether node 0, or something between, has ended the connection."""
         return self._line is not None and _read(self._line) == b""
 
     def close(self) -> None:
@@ -128,14 +127,6 @@ class Limits:
         return max(_LEAST_STALL_S, _STALL_FACTOR * longest_s)
 
 
-class Process(Protocol):
-    """A worker, as `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None: ...
-
-
 class AwakeClock:
     """A clock that stops while this process is stopped, since others, whose silence it measures, may be as well."""
 
@@ -152,10 +143,8 @@ class AwakeClock:
 
 @dataclass
 class Worker:
-    """A worker of this launcher."""
-
     id: int  # in the job
-    process: Process
+    process: Any  # `subprocess.Popen`
     exit_code: int | None = None  # negative for the signal that ended it; `None` while it runs
     ended: float = 0.0  # in seconds since the epoch
     reason: str = ""  # why this launcher has killed it
@@ -207,7 +196,6 @@ class Supervisor:
         self._num_others = self._num_informed = 0  # in node 0: live launchers, and those that know of the end
 
     def settings(self) -> dict[str, Any]:
-        """What the workers are told."""
         told = {"node": self.node, "prefix": self._prefix, "folder": self._folder.name}
         return told if self.joining is None else told | self.joining.settings()
 
@@ -216,7 +204,7 @@ class Supervisor:
         if self._before is not None:
             start_together(self._address, self._prefix, self._num_nodes)
 
-    def start(self, processes: Mapping[int, tuple[int, Process]]) -> None:
+    def start(self, processes: Mapping[int, tuple[int, Any]]) -> None:
         """Starts to watch local rank -> (id, process)."""
         self.workers = {rank: Worker(id, process) for rank, (id, process) in processes.items()}
         self._say({"kind": "node", "node": self.node, "ids": [worker.id for worker in self.workers.values()]})
@@ -270,7 +258,6 @@ class Supervisor:
         return not self._events.empty() or (have_finished and not self.has_left)
 
     def _say(self, event: dict[str, Any]) -> None:
-        """Sends an event to node 0, by the thread that talks."""
         self._events.put(event)
 
     # The thread that looks at the workers
@@ -512,13 +499,11 @@ _SILENT = "no sign of life of the host"
 
 
 def announce(sentence: str) -> None:
-    """Prints a line of the launcher."""
     sys.stderr.write(f"hf-mmparallel launch: {sentence}\n")
     sys.stderr.flush()
 
 
 def exit_phrase(code: int) -> str:
-    """How a process ended."""
     if code >= 0:
         return f"ended with exit code {code}" + ("" if code else " before the end of training")
     with contextlib.suppress(ValueError):
@@ -526,7 +511,7 @@ def exit_phrase(code: int) -> str:
     return f"killed by signal {-code}"
 
 
-def kill_group(process: Process) -> None:
+def kill_group(process: Any) -> None:
     """Kills a worker and what it started; each worker has a session of its own."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)

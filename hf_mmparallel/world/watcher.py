@@ -74,8 +74,6 @@ _KILLED_HINT = (
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure as it is published in the store."""
-
     rank: int  # that publishes it
     sentence: str  # the error message of the other ranks
     num_gone: int = 0  # dead ranks, which will not read it
@@ -85,8 +83,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A heartbeat as it is written to the store."""
-
     beat: int  # its number
     doing: str  # activity of the rank's main thread
     waits: bool  # for other ranks
@@ -234,7 +230,6 @@ class Watcher:
         return f"{subject} ended without an error message: {details}{more}. {_KILLED_HINT}"
 
     def _last(self, rank: int) -> str:
-        """The last known state of a rank without a recent heartbeat."""
         peer = self.peers[rank]
         if peer.heartbeat is None:
             return "has not reached this point"

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -31,13 +30,11 @@ class Arrivals:
         self._has_arrived = False
 
     def arrive(self) -> None:
-        """Adds this rank."""
         self._has_arrived = True
         if self.store is not None:
             self.store.add(self.key, 1)
 
     def all_here(self) -> bool:
-        """Whether all ranks have arrived."""
         return self._has_arrived and (self.store is None or self.store.add(self.key, 0) >= self.size)
 
 
@@ -61,13 +58,8 @@ class World:
 
     Objects and tensors in host memory are sent over a CPU group, so that no rank waits for its device; tensors on a
     device over the backend of that device. Without a process group there is one rank, and collectives return their
-    argument.
-
-    Args:
-        device (`torch.device`, *optional*, defaults to the CPU): The device of this process.
-        processes (`Sequence[int]`, *optional*):
-            Processes of the default group, in the order of the plan's ranks; all by default. Others may make another
-            world at the same time.
+    argument. `processes` of the default group are in the order of the plan's ranks, all by default; others may make
+    another world at the same time.
     """
 
     def __init__(self, device: torch.device = CPU, processes: Sequence[int] | None = None):
@@ -135,7 +127,6 @@ class World:
 
     @property
     def backend(self) -> str:
-        """Name of the backend of the default group."""
         return dist.get_backend()
 
     @property
@@ -153,7 +144,6 @@ class World:
             self.end_group(group)
 
     def end_group(self, group: Any) -> None:
-        """Destroys a group made by [`World.new_group`], on a rank of the group."""
         self._groups.remove(group)
         dist.destroy_process_group(group)
 
@@ -272,18 +262,17 @@ class World:
 
     @property
     def wire_device(self) -> torch.device:
-        """The device of tensors that are sent within the group of all ranks."""
         return self.device if self.on_device else CPU
 
     def gather_tensors(self, value: Any) -> list[Any]:
         """Returns the values of all ranks on rank 0, with tensors in host memory; an empty list on the others."""
         tensors: list[torch.Tensor] = []
 
-        def describe(tensor: torch.Tensor) -> _SentTensor:
+        def describe(tensor: torch.Tensor) -> torch.Tensor:
             tensors.append(tensor)
-            return _SentTensor(tuple(tensor.shape), tensor.dtype)
+            return torch.empty_like(tensor, device="meta")
 
-        def receive(sent: _SentTensor, source: int) -> torch.Tensor:
+        def receive(sent: torch.Tensor, source: int) -> torch.Tensor:
             return self.receive(sent.shape, sent.dtype, source)
 
         outlines = self.gather(None if self.is_first else tree_map_only(torch.Tensor, describe, value))
@@ -294,7 +283,7 @@ class World:
         if outlines is None:
             return []
         received = [
-            tree_map_only(_SentTensor, functools.partial(receive, source=source), outline)
+            tree_map_only(torch.Tensor, functools.partial(receive, source=source), outline)
             for source, outline in enumerate(outlines[1:], 1)
         ]
         return [tree_map_only(torch.Tensor, torch.Tensor.cpu, value), *received]
@@ -372,14 +361,6 @@ class World:
                 pause = min(2 * pause, longest)
 
 
-@dataclass(frozen=True)
-class _SentTensor:
-    """Shape and dtype of a tensor that is sent separately."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _waiting(activity: str | None) -> AbstractContextManager[None]:
     """Sets the activity to waiting, for `activity` or within the current activity."""
     return track_activity(ACTIVITY.doing if activity is None else activity, waits=True)
@@ -407,12 +388,8 @@ def _leave() -> None:
 
 class ReduceScatter:
     """
-    A sum over the ranks of a group in flight, of which each rank gets one row. Collective.
-
-    Args:
-        columns (`Sequence[torch.Tensor]` of shapes `[ranks of the group, elements]`):
-            What this rank adds, which is copied; row `i` of each is for rank `i` of the group.
-        group (`ProcessGroup`): The ranks.
+    A sum over the ranks of a group in flight, of which each rank gets one row. What this rank adds, `columns` `[ranks
+    of the group, elements]`, is copied; row `i` of each is for rank `i` of the group. Collective.
     """
 
     def __init__(self, columns: Sequence[torch.Tensor], group: Any):

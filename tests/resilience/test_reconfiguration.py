@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_mmparallel.resilience.reconfiguration import Nodes, TooFewNodesError, without_nodes
+from hf_mmparallel.resilience.pipelines import Nodes, TooFewNodesError, without_nodes
 from hf_mmparallel.resilience.templates import node_counts
 
 

@@ -27,12 +27,12 @@ from hf_mmparallel.resilience.model_chain import model_chain
 from hf_mmparallel.resilience.pipelines import (
     ClusterPlan,
     PipelinePlans,
+    TooFewNodesError,
     layouts_of,
     layouts_of_plan,
     on_ranks,
     tp_sizes_of,
 )
-from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, common_holdings, holdings, state_copies
 from hf_mmparallel.resilience.templates import fastest_instantiations, fewest_nodes

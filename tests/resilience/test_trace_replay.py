@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_mmparallel.cost import find_device
-from hf_mmparallel.resilience.pipelines import ClusterPlan
+from hf_mmparallel.resilience.pipelines import ClusterPlan, TooFewNodesError
 from hf_mmparallel.resilience.plan_choice import copy_seconds
-from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
 from hf_mmparallel.resilience.state_copies import LostStateError, state_copies
 from hf_mmparallel.resilience.trace_replay import EventCosts, Replay, Trace, read_trace, regular_losses, replay_trace

@@ -21,8 +21,14 @@ from hf_mmparallel.runtime.work import ModuleWork, StepRecord, TimedTask
 from hf_mmparallel.schedule import Span, Task
 from hf_mmparallel.trainer import metrics_callback as metrics
 from hf_mmparallel.trainer.engine_callback import LogLineCallback, LossProgressCallback, log_line
-from hf_mmparallel.trainer.metrics_callback import RankWindow, cost_from, efficiency, forward_metrics, mean_of
-from hf_mmparallel.trainer.recovery_callback import RecoveryCallback
+from hf_mmparallel.trainer.metrics_callback import (
+    RankWindow,
+    RecoveryCallback,
+    cost_from,
+    efficiency,
+    forward_metrics,
+    mean_of,
+)
 from hf_mmparallel.world import World
 from tests.cost.models import model
 from tests.distributed import run_distributed

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
+from hf_mmparallel.resilience.pipelines import TooFewNodesError
 from hf_mmparallel.runtime.held_state import HeldParameter
 from hf_mmparallel.trainer import recovery as module
 from hf_mmparallel.trainer.recovery import Recovery, RepeatedFailureError, place_of

@@ -1,5 +1,6 @@
 """The layouts of a run whose nodes are lost and join, and what a rank that joins is told of it."""
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,10 @@ from transformers.trainer_callback import CallbackHandler, TrainerCallback
 from hf_mmparallel.cost import analytic_costs, find_device
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, parameter_shards, resolve_plan
-from hf_mmparallel.resilience.reconfiguration import TooFewNodesError
-from hf_mmparallel.resilience.resilience_settings import ResilienceSettings
+from hf_mmparallel.resilience.pipelines import TooFewNodesError
+from hf_mmparallel.trainer.arguments import ResilienceSettings
 from hf_mmparallel.trainer.build import PreparedModel
-from hf_mmparallel.trainer.recovery_callback import RecoveryCallback
+from hf_mmparallel.trainer.metrics_callback import RecoveryCallback
 from hf_mmparallel.trainer.recovery_plan import NodeLayouts, node_layouts
 from hf_mmparallel.trainer.survival import JoinState, Survival
 from tests import tiny
@@ -159,7 +160,7 @@ def _told() -> JoinState:
     trainer.callback_handler.callbacks[1].early_stopping_patience_counter = 3
     trainer.callback_handler.callbacks[2]._num_ranks = 5
     states = dict(trainer.state.stateful_callbacks)
-    told = JoinState.from_bytes(JoinState.of(trainer, Steps()).to_bytes())
+    told = pickle.loads(pickle.dumps(JoinState.of(trainer, Steps())))
     assert trainer.state.stateful_callbacks == states, "telling changes nothing"
     return told
 

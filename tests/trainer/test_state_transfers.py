@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from recovery_memory import recovery_memory
 
 from hf_mmparallel.plan import (
     LANGUAGE_MODEL,
@@ -19,7 +20,7 @@ from hf_mmparallel.plan import (
     Stage,
     parameter_shards,
 )
-from hf_mmparallel.resilience.state_copies import LostStateError, PlacedPlan, Slice, recovery_memory
+from hf_mmparallel.resilience.state_copies import LostStateError, PlacedPlan, Slice
 from hf_mmparallel.runtime.held_state import HeldParameter
 from hf_mmparallel.trainer.recovery_plan import state_transfers
 

@@ -124,7 +124,7 @@ def test_nobody_waits_to_meet_a_process_that_has_finished(members):
     left = first.next_generation(30.0)
     assert left.ids == (0, 1)
     with ThreadPoolExecutor() as pool:
-        meeting = pool.submit(first.meet, left, 30.0)
+        meeting = pool.submit(first.meet, left)
         with first._news:  # the news that it has finished arrive after the end of the meeting
             second.finish()  # it had the last result before it heard of the loss
             assert not meeting.result()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 
-from hf_mmparallel.resilience.save_interval import best_save_interval_s, expected_slowdown
+from hf_mmparallel.trainer.checkpoint_saves import best_save_interval_s, expected_slowdown
 
 
 @pytest.mark.parametrize("save_s", [0.05, 1.0, 60.0, 600.0])
@@ -17,31 +17,28 @@ def test_the_interval_is_the_minimum_of_the_expected_duration(save_s: float, hou
     young = math.sqrt(2 * save_s * mean_s)
 
     def slowdown(interval_s: float) -> float:
-        return expected_slowdown(interval_s, save_s, mean_s, restart_s=30.0)
+        return expected_slowdown(interval_s, save_s, mean_s)
 
     exact = minimize_scalar(slowdown, bounds=(young / 4, 4 * young), method="bounded").x
     assert found == pytest.approx(exact, rel=2e-3)
     assert abs(found - exact) <= abs(young - exact)
 
 
-def simulated_slowdown(interval_s: float, save_s: float, mean_s: float, restart_s: float) -> float:
+def simulated_slowdown(interval_s: float, save_s: float, mean_s: float) -> float:
     """A long run with failures at random, segment by segment."""
     random, time_s, segments = np.random.default_rng(0), 0.0, 20_000
     for _ in range(segments):
         needed_s = interval_s + save_s
         while (failure_s := random.exponential(mean_s)) < needed_s:
             time_s += failure_s
-            while (failure_s := random.exponential(mean_s)) < restart_s:
-                time_s += failure_s
-            time_s += restart_s
         time_s += needed_s
     return time_s / (segments * interval_s)
 
 
 @pytest.mark.parametrize("factor", [0.25, 1, 4])
 def test_the_expected_duration_is_that_of_simulated_runs(factor: float):
-    save_s, mean_s, restart_s = 20.0, 1000.0, 60.0
-    run = (factor * best_save_interval_s(save_s, mean_s), save_s, mean_s, restart_s)
+    save_s, mean_s = 20.0, 1000.0
+    run = (factor * best_save_interval_s(save_s, mean_s), save_s, mean_s)
     assert simulated_slowdown(*run) == pytest.approx(expected_slowdown(*run), rel=0.03)
 
 
