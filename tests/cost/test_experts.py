@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hf_mmparallel.cost import analytic_costs, find_device
@@ -49,6 +51,19 @@ def test_tokens_travel_between_ranks_with_other_tokens_only():
     assert one.travels[0].token == 0 < shared.travels[0].token < wider.travels[0].token
     assert shared.forward.token == one.forward.token, "each rank computes as much as before"
     assert shared.forward.constant < one.forward.constant, "and reads the weights of fewer experts"
+
+
+def test_experts_that_all_compute_all_tokens_do_not_where_ranks_share_them():
+    language = SPEC.language_model
+    every = tuple(
+        replace(p, active_share=1.0, shared_share=p.active_share) if p.num_experts else p for p in language.parameters
+    )
+    spec = replace(SPEC, modules={LANGUAGE_MODEL: replace(language, parameters=every)})
+    costs = analytic_costs(spec, find_device("h100"))
+    plan = plan_of(dp_size=4, ep_size=2)
+    wanted = COSTS.of_plan(plan).layers.layer(LANGUAGE_MODEL, 0, 1)
+    assert costs.of_plan(plan).layers.layer(LANGUAGE_MODEL, 0, 1) == wanted
+    assert costs.layers.layer(LANGUAGE_MODEL, 0, 1).forward.token > wanted.forward.token
 
 
 def test_costs_of_a_plan_are_one_object_and_reach_its_stages():
