@@ -5,8 +5,8 @@ et al. 2020, GShard).
 The ranks of a tensor-parallel group have the same tokens: each computes what its experts add to them, and the group
 sums it. Groups with other tokens send each token to those ranks, one in each group, that have any of its experts, and
 get back what these add to it. The experts compute by the model's own forward, which is that of transformers' modules
-with `use_experts_implementation`, on pairs of a token and an expert. Experts that get every token, with zeros for those
-that are not theirs, are given what is not zero as such pairs.
+with `use_experts_implementation`, on pairs of a token and an expert. Experts that get every token, with zeros for
+those that are not theirs, are given what is not zero as such pairs.
 
 Axes: T tokens of this rank, R rows that it computes, P pairs, K experts of a token, E experts, D features.
 """
