@@ -48,7 +48,7 @@ from hf_mmparallel.trainer import start_report as report
 
 GOAL = 0.15
 MIB = 2**20
-_QUICK = (("named", 2), ("padded", 3), ("packed", 3))
+_QUICK = (("named", 2), ("padded", 3), ("packed", 3), ("shared", 2))
 """Group and ranks of the plans of a quick run."""
 
 
