@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +18,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ModulePlugin, resolve_
 from hf_mmparallel.plan.resolve import possible_ep_sizes
 from hf_mmparallel.runtime.groups import ProcessGroups
 from hf_mmparallel.world import World
+from tests.deep_cases import drawn_cases
 from tests.distributed import run_distributed
 from tests.plan.specs import model_spec, with_experts
 
@@ -149,9 +149,8 @@ def assert_equals_one_process(case: Case, outcomes: tuple[Outcome, ...]) -> None
 
 
 @pytest.mark.distributed
-@settings(max_examples=1, database=None, phases=[Phase.generate])
-@given(st.lists(cases(), min_size=24, max_size=24))
-def test_tokens_go_to_their_experts_and_gradients_the_way_back(drawn: list[Case]):
+def test_tokens_go_to_their_experts_and_gradients_the_way_back():
+    drawn = drawn_cases(cases(), 24)
     for case, *outcomes in zip(drawn, *run_distributed(run_shared, WORLD_SIZE, drawn), strict=True):
         assert_equals_one_process(case, tuple(outcomes))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -13,6 +12,7 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.modeling.shared_tokens import TokenShare, can_share_tokens, even_parts, own_part
 from hf_mmparallel.modeling.spec import find_stack, layers_of, module_parts
 from tests import tiny
+from tests.deep_cases import drawn_cases
 from tests.distributed import run_distributed
 
 ENCODERS = [
@@ -90,9 +90,8 @@ def on_ranks(drawn: list[tuple[int, int, int]]) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.distributed
-@settings(max_examples=1, database=None, phases=[Phase.generate])
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 11), st.integers(1, 3)), min_size=20, max_size=20))
-def test_parts_of_gradients_of_shared_tokens_add_up_to_those_of_one_process(drawn: list[tuple[int, int, int]]):
+def test_parts_of_gradients_of_shared_tokens_add_up_to_those_of_one_process():
+    drawn = drawn_cases(st.tuples(st.integers(1, 3), st.integers(1, 11), st.integers(1, 3)), 20)
     for seed, (shape, *parts) in enumerate(zip(drawn, *run_distributed(on_ranks, 3, drawn), strict=True)):
         for found, wanted in zip(zip(*parts, strict=True), gradients_of(shape, seed, None), strict=True):
             assert torch.equal(sum(found), wanted), shape
