@@ -26,7 +26,7 @@ WORLD_SIZE, NUM_EXPERTS = 4, 8
 SPEC = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), NUM_EXPERTS)
 LAYOUTS = [
     {"dp_size": dp, "cp_size": cp, "tp_size": WORLD_SIZE // dp // cp, "ep_size": ep}
-    for dp, cp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+    for dp, cp in ((1, 2), (1, 4), (2, 1), (2, 2), (4, 1))  # of two heads
     for ep in possible_ep_sizes(NUM_EXPERTS, dp, cp, WORLD_SIZE // dp // cp)
 ]
 
