@@ -136,7 +136,37 @@ PACKED_ROWS = tuple(
         (", tp 2, pp 2", 5, {LM: {"tp_size": 2, "pp_size": 2}}, (), {}, _TWO, {}),
     )
 )
-GROUPS = {"named": CASES, "padded": PADDED_ROWS, "packed": PACKED_ROWS}
+_BESIDE = {"colocate_with": LM}
+_HALVES = {VISION: {"cp_size": 2, **_BESIDE}, LM: {"dp_size": 2}}
+_SPREAD = {VISION: {"dp_size": 2, **_BESIDE}, LM: {"dp_size": 2, "ep_size": 2}}
+SHARED_RANKS = (
+    Case("shared, vision cp 2, LM dp 2", 2, _HALVES, lengths="uneven"),
+    Case("shared, vision cp 2, LM dp 2, Qwen2.5-VL", 2, _HALVES, "qwen2_5_vl", lengths="uneven"),
+    Case("shared, vision cp 2, LM pp 2", 2, {VISION: {"cp_size": 2, **_BESIDE}, **_PP2}),
+    Case("shared, vision tp 2, LM pp 2", 2, {VISION: {"tp_size": 2, **_BESIDE}, **_PP2}),
+    Case("shared, vision dp 2, LM dp 2 ep 2", 2, _SPREAD, "mixtral"),
+    Case("shared, vision dp 2, LM tp 2 ep 2", 2, {**_SPREAD, LM: {"tp_size": 2, "ep_size": 2}}, "mixtral"),
+    Case("shared, vision dp 3, LM pp 3", 3, {VISION: {"dp_size": 3, **_BESIDE}, LM: {"pp_size": 3}}),
+    Case(
+        "shared, vision tp 4, LM cp 2 pp 2",
+        4,
+        {VISION: {"tp_size": 4, **_BESIDE}, LM: {"cp_size": 2, "pp_size": 2}},
+        lengths="uneven",
+    ),
+    Case(
+        "shared, vision pp 2 cp 2, LM dp 4 ep 2, ZeRO-1",
+        4,
+        {VISION: {"pp_size": 2, "cp_size": 2, **_BESIDE}, LM: {"dp_size": 4, "ep_size": 2, "zero_stage": 1}},
+        "mixtral",
+    ),
+    Case(
+        "shared, vision dp 4, LM dp 2 pp 2 ep 2, checkpointing",
+        4,
+        {VISION: {"dp_size": 4, **_BESIDE}, LM: {"dp_size": 2, "pp_size": 2, "ep_size": 2, **_AGAIN[LM]}},
+        "mixtral",
+    ),
+)
+GROUPS = {"named": CASES, "padded": PADDED_ROWS, "packed": PACKED_ROWS, "shared": SHARED_RANKS}
 NAMED = tuple(case for cases in GROUPS.values() for case in cases)
 _LAYOUTS = ({}, {"pp_size": 2}, {"tp_size": 2}, {"dp_size": 2})
 
@@ -154,7 +184,8 @@ def random_cases(count: int, seed: int) -> list[Case]:
 
 def _drawn(name: str, rng: random.Random) -> Case | None:
     """A plan, or `None` where it takes too many ranks or the model can't be cut as drawn."""
-    family = rng.choice([*memory_models.FAMILIES, "llava"])
+    # no drawn plan shares experts
+    family = rng.choice([*(name for name in memory_models.FAMILIES if name != "mixtral"), "llava"])
     modules: dict[str, dict[str, Any]] = {
         part: dict(rng.choice(_LAYOUTS)) if rng.random() < 0.4 else {} for part in memory_models.FAMILIES[family].media
     }

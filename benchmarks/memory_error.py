@@ -8,6 +8,7 @@ named plans there are plans drawn at random, which nobody has looked at.
 ```bash
 python benchmarks/memory_error.py
 python benchmarks/memory_error.py --random 20 --seed 7
+python benchmarks/memory_error.py --only shared --random 0
 python benchmarks/memory_error.py --quick --out out/bench  # seconds; the numbers mean nothing
 ```
 """
@@ -48,7 +49,7 @@ from hf_mmparallel.trainer import start_report as report
 
 GOAL = 0.15
 MIB = 2**20
-_QUICK = (("named", 2), ("padded", 3), ("packed", 3))
+_QUICK = (("named", 2), ("padded", 3), ("packed", 3), ("shared", 2))
 """Group and ranks of the plans of a quick run."""
 
 
@@ -297,7 +298,7 @@ def group_of(name: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="short samples, to try the script itself")
-    parser.add_argument("--only", default="", help="the named plans whose names have this in them")
+    parser.add_argument("--only", default="", help="named plans with this in their names; others stay")
     parser.add_argument("--random", type=int, default=8, help="plans drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the plans drawn at random")
     parser.add_argument("--out", type=Path, default=common.ROOT / "benchmarks" / "results", help="folder of the JSON")
@@ -311,8 +312,11 @@ def main() -> None:
     rows = []
     for world_size in sorted({case.world_size for case in chosen_cases(options)}):
         rows += common.launch(__file__, world_size, [*words, *["--quick"] * options.quick], 3600)
+    path, names = options.out / "memory_error.json", {row["name"] for row in rows}
+    stored = json.loads(path.read_text())["cases"] if options.only and path.exists() else []
+    every = [*(row for row in stored if row["name"] not in names), *rows]
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
+    for row in every:
         groups.setdefault(group_of(row["name"]), []).append(row)
     errors = {name: summary(found) for name, found in groups.items()}
     notes = [
@@ -328,7 +332,7 @@ def main() -> None:
         "The bound is what plans are made by: all gradients, and microbatches in flight that are all as large as the "
         "largest one.",
     ]
-    result = {"errors": errors, "goal": GOAL, "cases": rows, **common.machine(common.Shapes(), load)}
+    result = {"errors": errors, "goal": GOAL, "cases": every, **common.machine(common.Shapes(), load)}
     common.report("memory_error", [table_of(rows)], notes, result, options.out)
 
 

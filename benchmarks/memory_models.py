@@ -91,6 +91,10 @@ def _mistral(language: Mapping[str, Any]) -> Any:
     return _llava(language, "mistral", sliding_window=192)
 
 
+def _mixtral(language: Mapping[str, Any]) -> Any:
+    return _llava(language, "mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
 def _gemma(language: Mapping[str, Any]) -> Any:
     config = transformers.Gemma3Config(
         vision_config={"model_type": "siglip_vision_model", "vision_use_head": False, **VISION},
@@ -134,6 +138,7 @@ _PATCHES = {"pixel_values": (256, 3 * 2 * 8 * 8), "image_grid_thw": torch.tensor
 FAMILIES = {
     "llava": Family(_llava, {"vision": Medium(IMAGE, 256, 256, _PIXELS)}),
     "mistral": Family(_mistral, {"vision": Medium(IMAGE, 256, 256, _PIXELS)}),
+    "mixtral": Family(_mixtral, {"vision": Medium(IMAGE, 256, 256, _PIXELS)}),
     "gemma3": Family(_gemma, {"vision": Medium(IMAGE, 64, 256, _PIXELS)}),
     "qwen2_5_vl": Family(_qwen, {"vision": Medium(IMAGE, 64, 256, _PATCHES)}),
     "composed": Family(

@@ -108,6 +108,7 @@ def memory_error() -> str:
         ("named", "that cover every kind of parallelism"),
         ("padded", "with grouped key heads, padded"),
         ("packed", "with grouped key heads, packed"),
+        ("shared", "with cp of encoders, shared experts and unlike layouts on shared ranks"),
         ("random", "random, not seen before"),
     ):
         own = errors[key]

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis.strategies import SearchStrategy
 
 PARTS = 10
 CHOSEN = "HF_MMPARALLEL_TEST_DEEP"
@@ -39,3 +41,16 @@ def in_turn(cases: Mapping[str, T], *core: str) -> dict[str, T]:
     assert {*core} <= {*cases}, core
     part = os.environ.get(CHOSEN, "all")
     return {name: case for name, case in cases.items() if name in core or is_in_part(name, part)}
+
+
+def drawn_cases(strategy: SearchStrategy[T], count: int) -> list[T]:
+    """So many examples at most for one launch of ranks: of a single example hypothesis draws the simplest alone."""
+    result: list[T] = []
+
+    @settings(max_examples=count, database=None, phases=[Phase.generate])
+    @given(strategy)
+    def keep(case: T) -> None:
+        result.append(case)
+
+    keep()
+    return result

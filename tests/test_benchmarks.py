@@ -173,8 +173,8 @@ def test_microbatch_balance_compares_every_arrangement_with_the_bounds(tmp_path)
 
 def test_memory_error_has_a_prediction_for_each_rank(tmp_path):
     result = _quick("memory_error", tmp_path)
-    assert [len(case["ranks"]) for case in result["cases"]] == [2, 3, 3]
-    assert set(result["errors"]) == {"named", "padded", "packed"}
+    assert [len(case["ranks"]) for case in result["cases"]] == [2, 2, 3, 3]
+    assert set(result["errors"]) == {"named", "padded", "packed", "shared"}
     for case in result["cases"]:
         for found in case["ranks"]:
             assert found["peak"] > found["weights"] + found["gradients"] + found["optimizer"] > 0

@@ -193,7 +193,7 @@ class CostModel:
         key = tuple((name, of_module) for name, of_module in ranks.items() if of_module)
         known = self.__dict__.setdefault("_sharing_experts", {(): self})  # one object for each, by which others cache
         if key not in known:
-            shared = {name: replace(self.spec.modules[name], expert_ranks=of_module) for name, of_module in key}
+            shared = {name: self.spec.modules[name].sharing_experts(of_module) for name, of_module in key}
             spec = replace(self.spec, modules={**self.spec.modules, **shared})
             known[key] = replace(self, spec=spec, layers=self.layers.sharing_experts(spec))
         return known[key]

@@ -27,8 +27,10 @@ def _transfer(
     widths = [width * dtype.itemsize for width, dtype in layout]
     arrived = packed.new_empty(sum(received), sum(widths))
     _all_to_all(arrived, packed, received, sent, group)
-    pieces = arrived.split(widths, dim=1)
-    return [piece.contiguous().view(dtype) for piece, (_, dtype) in zip(pieces, layout, strict=True)]
+    result = [arrived.new_empty(len(arrived), width, dtype=dtype) for width, dtype in layout]
+    for tensor, piece in zip(result, arrived.split(widths, dim=1), strict=True):
+        tensor.view(torch.uint8).copy_(piece)  # which need not have strides of the wider dtype
+    return result
 
 
 def _all_to_all(output: Tensor, rows: Tensor, received: list[int], sent: list[int], group: Any) -> None:

@@ -5,14 +5,16 @@ et al. 2020, GShard).
 The ranks of a tensor-parallel group have the same tokens: each computes what its experts add to them, and the group
 sums it. Groups with other tokens send each token to those ranks, one in each group, that have any of its experts, and
 get back what these add to it. The experts compute by the model's own forward, which is that of transformers' modules
-with `use_experts_implementation`, on pairs of a token and an expert.
+with `use_experts_implementation`, on pairs of a token and an expert. Experts that get every token, with zeros for
+those that are not theirs, are given what is not zero as such pairs.
 
-Axes: T tokens of this rank, R rows that it computes, P pairs, K experts of a token, D features.
+Axes: T tokens of this rank, R rows that it computes, P pairs, K experts of a token, E experts, D features.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -37,10 +39,34 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, _MARK)
+        if hasattr(module, "num_experts")
         and list(module.parameters())
-        and all(whole_shape(parameter)[0] == module.num_experts for parameter in module.parameters())
+        and all(whole_shape(parameter)[:1] == (module.num_experts,) for parameter in module.parameters())
+        and (hasattr(module, _MARK) or takes_blocks(module))
     }
+
+
+def takes_blocks(experts: nn.Module) -> bool:
+    """
+    Whether experts take a row of each token for each of them, `[E * T, D]`, by expert, and return as many. Without
+    biases they add nothing where a row is zero: the router has weighed the rows, those of other experts with zero.
+    """
+    shapes = {name: whole_shape(weight) for name, weight in experts.named_parameters(recurse=False)}
+    num_arguments = len(inspect.signature(type(experts).forward).parameters) - 1
+    if num_arguments != 1 or {len(shape) for shape in shapes.values()} != {3}:
+        return False
+    weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    num_experts = next(iter(shapes.values()))[0]
+
+    def keeps_shape(*shape: int) -> bool:
+        try:
+            rows_BD = torch.empty(shape, device="meta")
+            return torch.func.functional_call(experts, weights, (rows_BD,)).shape == shape
+        except (RuntimeError, AttributeError):  # what multiplies other tensors
+            return False
+
+    widths = set.intersection(*({*shape[1:]} for shape in shapes.values()))
+    return any(keeps_shape(2 * num_experts, D) and not keeps_shape(2 * num_experts + 1, D) for D in widths)
 
 
 def share_experts(
@@ -59,6 +85,8 @@ def share_experts(
         own = [attribute for attribute, _ in experts.named_parameters() if f"{name}.{attribute}" in names]
         if not own:
             continue
+        num_experts, forward = experts.num_experts, experts.forward
+        by_block = takes_blocks(experts)
         experts.num_experts //= mesh.size()
         for attribute in own:
             whole = experts._parameters[attribute]
@@ -66,8 +94,31 @@ def share_experts(
             if not cut.is_meta:
                 give_own_memory(cut)
             experts._parameters[attribute] = cut
-        experts.shared = SharedExperts(experts, mesh.get_local_rank(), tp_group, row_group, has_backward(name))
-        experts.forward = experts.shared
+        if by_block:
+            forward = functools.partial(_forward_pairs, experts, forward)
+        rank = mesh.get_local_rank()
+        experts.shared = SharedExperts(experts, forward, rank, tp_group, row_group, has_backward(name))
+        experts.forward = functools.partial(_share_blocks, experts.shared, num_experts) if by_block else experts.shared
+
+
+def _share_blocks(shared: SharedExperts, num_experts: int, rows_BD: Tensor) -> Tensor:
+    """The forward of experts that take blocks: shares the rows that are not zero."""
+    row_P = rows_BD.any(-1).nonzero()[:, 0]
+    index_P1 = row_P[:, None] // max(1, len(rows_BD) // num_experts)
+    hidden_PD = rows_BD[row_P]
+    added_PD = shared(hidden_PD, index_P1, hidden_PD.new_ones(len(row_P), 1))
+    return torch.zeros_like(rows_BD).index_copy(0, row_P, added_PD)
+
+
+def _forward_pairs(
+    experts: Any, forward: Callable[[Tensor], Tensor], hidden_PD: Tensor, index_P1: Tensor, weights_P1: Tensor
+) -> Tensor:
+    """What experts that take blocks add for pairs of a token and an expert: blocks are as high as the highest."""
+    place_P1 = nn.functional.one_hot(index_P1[:, 0], experts.num_experts).cumsum(0).gather(1, index_P1) - 1
+    height = int(place_P1.max()) + 1
+    row_P = (index_P1 * height + place_P1)[:, 0]
+    rows_BD = hidden_PD.new_zeros(experts.num_experts * height, hidden_PD.shape[1]).index_copy(0, row_P, hidden_PD)
+    return forward(rows_BD)[row_P] * weights_P1
 
 
 @contextmanager
@@ -113,12 +164,13 @@ class SharedExperts:
     def __init__(
         self,
         experts: Any,
+        forward: Callable[[Tensor, Tensor, Tensor], Tensor],  # of pairs of a token and an expert
         rank: int,  # in the group that shares them
         tp_group: dist.ProcessGroup | None,
         row_group: dist.ProcessGroup | None,
         has_backward: bool,
     ):
-        self._experts, self._forward = experts, experts.forward
+        self._experts, self._forward = experts, forward
         self._tp_group, self._row_group = tp_group, row_group
         self._tp_size = 1 if tp_group is None else tp_group.size()
         self._tp_rank = rank % self._tp_size
@@ -181,18 +233,19 @@ def _sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
 
 
 class ExpertLoad:
-    """Counts the pairs of a token of this rank and an expert that it goes to, of some layers of a module."""
+    """Counts the pairs of a token of this rank and an expert that it goes to, of experts in layers of a module."""
 
-    def __init__(self, layers: Mapping[int, nn.Module], num_layers: int, num_experts: int, device: torch.device):
+    def __init__(self, layers: Mapping[nn.Module, int], num_layers: int, num_experts: int, device: torch.device):
         self.counts = torch.zeros(num_layers, num_experts, device=device)
-        for index, layer in layers.items():
-            for experts in layer.modules():
-                if hasattr(experts, _MARK):
-                    experts.register_forward_pre_hook(functools.partial(self._count, index))
+        for experts, layer in layers.items():
+            experts.register_forward_pre_hook(functools.partial(self._count, layer))
 
     @torch.no_grad()
     def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
         if not experts.training:
+            return
+        if len(args) == 1:  # blocks of rows
+            self.counts[layer] += args[0].unflatten(0, (self.counts.shape[1], -1)).any(-1).sum(1)
             return
         chosen = args[1].flatten()
         self.counts[layer].index_add_(0, chosen, self.counts.new_ones(len(chosen)))

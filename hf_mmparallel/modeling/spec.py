@@ -246,9 +246,13 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
         module, layer = locations[name]
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(whole_shape(parameter))
-        share = shares[name] if name in shares else active_share(model, name, shape)
+        chosen = _chosen_share(model, name, shape)
+        active = shares.get(name, 1.0 if _has_every_token(model, name, shape) else chosen)
         trainable, num_experts = bool(parameter.requires_grad), experts.get(id(parameter), 0)
-        entry = ParameterSpec(name, shape, layer, dtype, trainable, share, num_experts=num_experts)
+        shared = chosen if num_experts else None
+        entry = ParameterSpec(
+            name, shape, layer, dtype, trainable, active, num_experts=num_experts, shared_share=shared
+        )
         by_module[module].append(entry)
     modules = {
         name: _module_spec(model, name, part, stacks[name], tuple(by_module[name])) for name, part in parts.items()
@@ -278,7 +282,7 @@ def has_router_loss(model: PreTrainedModel) -> bool:
     return has_function and router_coefficient(model.config.get_text_config()) != 0
 
 
-def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
+def _chosen_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> float:
     """Returns active experts per token / number of experts for a parameter of experts, 1 for others."""
     config: Any = model.config.get_text_config()
     num_experts = num_experts_of(config)
@@ -286,10 +290,13 @@ def active_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> f
     is_expert = ".experts." in name and len(shape) > 1
     if not is_expert or not num_experts or not isinstance(num_active, int):
         return 1.0
-    forward = type(model.get_submodule(name.rpartition(".")[0])).forward
-    if len(shape) == 3 and len(inspect.signature(forward).parameters) == 2:
-        return 1.0  # it is not told which experts a token goes to: all compute all tokens (Llama 4)
     return min(1.0, num_active / num_experts)
+
+
+def _has_every_token(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter multiplies every token: of experts that are not told which tokens are theirs (Llama 4)."""
+    forward = type(model.get_submodule(name.rpartition(".")[0])).forward
+    return len(shape) == 3 and ".experts." in name and len(inspect.signature(forward).parameters) == 2
 
 
 def _parameter_locations(

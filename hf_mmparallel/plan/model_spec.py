@@ -48,6 +48,8 @@ class ParameterSpec:
     # experts, each of which has a slice along the first dimension, that expert parallelism can put on different ranks;
     # 0 for what is not of experts
     num_experts: int = 0
+    # of experts, `active_share` where they are on different ranks, which compute a token's experts alone
+    shared_share: float | None = None
 
     @property
     def replicated(self) -> bool:
@@ -196,6 +198,13 @@ class ModuleSpec:
     def num_experts(self) -> int:
         """Experts of each of its mixtures that ranks can share, 0 without any; a common divisor if they differ."""
         return math.gcd(*(parameter.num_experts for parameter in self.parameters))
+
+    def sharing_experts(self, ranks: tuple[int, ...]) -> ModuleSpec:
+        """A copy for costs of a layout in which ranks share the experts of a layer."""
+        parameters = (
+            p if p.shared_share is None else replace(p, active_share=p.shared_share) for p in self.parameters
+        )
+        return replace(self, parameters=tuple(parameters), expert_ranks=ranks)
 
     @cached_property
     def int8_weight(self) -> str | None:

@@ -140,8 +140,9 @@ def _check_experts(spec: ModuleSpec, module: ModulePlan) -> None:
         return
     if not spec.num_experts:
         raise ValueError(
-            f"`ep_size={size}` of `{name}`: none of its layers has experts that ranks can share, which are modules of "
-            "transformers with `use_experts_implementation`. Leave `ep_size` out."
+            f"`ep_size={size}` of `{name}`: none of its layers has experts that ranks can share, whose weights have a "
+            "slice for each expert, and whose forward is that of transformers' `use_experts_implementation` or takes "
+            "a block of rows for each expert. Leave `ep_size` out."
         )
     if len(module.tp_sizes) > 1:
         raise ValueError(

@@ -356,8 +356,9 @@ class ParallelEngine(nn.Module):
         for key, stage in self.stages.items():
             module = stage.module_spec
             if module.num_experts and any(self.rank == tp_group[0] for tp_group in self.plan.stage(*key).mesh):
-                layers, count = stage.own_layers, module.num_experts
-                yield key, ExpertLoad(layers, module.num_layers, count, self.device)
+                parameters = [p for p in module.parameters if p.num_experts and p.layer in stage.own_layers]
+                layers = {self.model.get_submodule(p.name.rpartition(".")[0]): p.layer for p in parameters}
+                yield key, ExpertLoad(layers, module.num_layers, module.num_experts, self.device)
 
     def take_expert_imbalance(self) -> dict[str, float]:
         """Module -> excess of the busiest expert over the mean one since the last call. Collective with experts."""

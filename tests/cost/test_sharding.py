@@ -331,3 +331,16 @@ def test_costs_of_a_plan_are_one_object_and_reach_its_stages():
         for one in (plan_of_experts(dp_size=2), plan)
     ]
     assert times[1] > times[0]
+
+
+def test_experts_that_all_compute_all_tokens_do_not_where_ranks_share_them():
+    language = SPEC.language_model
+    every = tuple(
+        replace(p, active_share=1.0, shared_share=p.active_share) if p.num_experts else p for p in language.parameters
+    )
+    spec = replace(SPEC, modules={LANGUAGE_MODEL: replace(language, parameters=every)})
+    costs = analytic_costs(spec, find_device("h100"))
+    plan = plan_of_experts(dp_size=4, ep_size=2)
+    wanted = MOE_COSTS.of_plan(plan).layers.layer(LANGUAGE_MODEL, 0, 1)
+    assert costs.of_plan(plan).layers.layer(LANGUAGE_MODEL, 0, 1) == wanted
+    assert costs.layers.layer(LANGUAGE_MODEL, 0, 1).forward.token > wanted.forward.token

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,6 +43,7 @@ from hf_mmparallel.runtime.groups import ProcessGroups
 from hf_mmparallel.runtime.message_queues import DistributedTransport, Transport
 from hf_mmparallel.schedule import Task, build_program
 from hf_mmparallel.world import World
+from tests.deep_cases import drawn_cases
 from tests.distributed import run_distributed
 from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
 
@@ -342,9 +343,8 @@ def test_any_graph_of_modules_equals_one_process(case):
 
 
 @pytest.mark.distributed
-@settings(max_examples=1, database=None, phases=[Phase.generate])
-@given(st.lists(cases(st.just(True)), min_size=12, max_size=12))
-def test_process_groups_carry_what_threads_do(drawn):
+def test_process_groups_carry_what_threads_do():
+    drawn = drawn_cases(cases(st.just(True)), 12)
     by_rank = run_distributed(run_in_processes, WORLD_SIZE, drawn)
     for case, *outcomes in zip(drawn, *by_rank, strict=True):
         assert_equals_one_process(case, outcomes)

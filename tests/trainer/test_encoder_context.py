@@ -20,6 +20,7 @@ pytestmark = pytest.mark.distributed
 
 VISION, AUDIO, LM = "vision", "audio", "language_model"
 CP2 = {"cp_size": 2}
+AGAIN = {"activation_checkpointing": True}
 SHORT: dict[str, Any] = {"max_steps": 3, "warmup_steps": 0}
 BIG, SMALL, MIDDLE = (1, 16, 12), (1, 2, 2), (1, 4, 6)
 # of one sample each: one image, many, images of unlike sizes, none
@@ -64,7 +65,7 @@ Case = tuple[str, dict[str, Any], dict[str, Any]]
 ON_THREE: dict[str, Case] = {
     "images and frames of unlike sizes": ("qwen2_vl", {VISION: CP2}, {"data": True}),
     "windows": ("qwen2_5_vl", {VISION: CP2}, {"data": True}),
-    "DeepStack, recomputed": ("qwen3_vl", {VISION: {**CP2, "activation_checkpointing": True}}, {"data": False}),
+    "DeepStack, recomputed": ("qwen3_vl", {VISION: {**CP2, **AGAIN}}, {"data": False}),
     "crops of one size": ("internvl", {VISION: CP2}, {}),
     "sizes of pixels": ("mistral3", {VISION: CP2}, {}),
     "clips": ("voxtral", {AUDIO: CP2}, {}),
@@ -119,6 +120,18 @@ ON_FOUR: dict[str, Case] = {
         {VISION: {**CP2, "pp_size": 2, "zero_stage": 1}, LM: {"colocate_with": VISION, "cp_size": 4, "cp_block": 16}},
         {"data": False},
     ),
+    "windows, one image or none to four ranks": (
+        "qwen2_5_vl",
+        {VISION: {"cp_size": 4}, LM: {"cp_size": 4, "cp_block": 8, "colocate_with": VISION}},
+        {"data": True, "per_device_train_batch_size": 1},
+    ),
+    "DeepStack, four ranks": (
+        "qwen3_vl",
+        {VISION: {"cp_size": 4, **AGAIN}, LM: {"pp_size": 2, "dp_size": 2, "colocate_with": VISION}},
+        {"data": False},
+    ),
+    "crops, four ranks": ("internvl", {VISION: {"cp_size": 4}, LM: {"pp_size": 4, "colocate_with": VISION}}, {}),
+    "clips, four ranks": ("voxtral", {AUDIO: {"cp_size": 4}, LM: {"dp_size": 4, "colocate_with": AUDIO}}, {}),
     "ZeRO-2, three ranks to one": ("llava", {VISION: {"cp_size": 3, "zero_stage": 2}}, {}),
     "two encoders": (
         "qwen2_5_omni",
@@ -167,7 +180,8 @@ def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size
     first, ways = run_distributed(train, world_size, cases, timeout=280)[0] if cases else ({}, {})
     assert {True, False} in ways.values() or world_size != 3, ways
     for name, case in cases.items():
-        reference = runs.stock(case[0], freeze=runs.frozen(case[1]), **arguments_of(case))
+        whole = {**arguments_of(case), "per_device_train_batch_size": runs.GLOBAL_BATCH}
+        reference = runs.stock(case[0], freeze=runs.frozen(case[1]), **whole)
         try:
             runs.assert_same_run(first[name], reference)
         except AssertionError as error:
