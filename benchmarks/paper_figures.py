@@ -177,6 +177,12 @@ def quotes_of_papers() -> Iterator[str]:
     ratios = [disttrain_gains(name) for name in ("single layout", "DistTrain")]
     yield f"one layout for all modules takes {ratios[0]} times our step, DistTrain's allocation {ratios[1]} times"
     yield f"one layout takes {disttrain_gains('single layout', 'DistTrain')} times the step of DistTrain's allocation"
+    whole = [disttrain_gains(name, trains_all=True) for name in OTHERS_OF_DISTTRAIN]
+    yield f"DistTrain's allocation takes {whole[0]} times our step, one layout for all modules {whole[1]} times"
+    yield f"ranks by operations {whole[2]} times"
+    found = [c["plans"]["ours"]["mfu"] for c in result("disttrain")["cases"] if c["trained"] == "all"]
+    yield f"{spread([100 * mfu for mfu in found], '{:.1f}'.format)} % MFU"
+    yield f"one layout takes {disttrain_gains('single layout', 'DistTrain', trains_all=True)} times that step"
     modelled = result("simulator_error")["modelled"]["median_error"]
     yield f"modelled tasks on 4 and 8 ranks differ by {percent(modelled)} %"
 
@@ -227,18 +233,25 @@ def disttrain() -> str:
     for case in result("disttrain")["cases"]:
         plans, ours = case["plans"], case["plans"]["ours"]
         found = [plans.get(name) for name in OTHERS_OF_DISTTRAIN]
-        ratios = " | ".join("-" if row is None else f"{row['step_ms'] / ours['step_ms']:.2f}" for row in found)
+        ratios = " | ".join(_times_ours(row, ours) for row in found)
         mfu = " | ".join("-" if row is None else f"{100 * row['mfu']:.1f} %" for row in (ours, found[0]))
-        rows.append(f"| {case['model']} | {case['trained']} | {mfu} | {ratios} |")
+        rows.append(f"| {case['model']} | {case['trained']} | {case['ranks']:,} | {mfu} | {ratios} |")
     heads = " | ".join(f"{name} / ours" for name in OTHERS_OF_DISTTRAIN)
-    return table(f"| model | trained | our MFU | DistTrain's | {heads} |", rows)
+    return table(f"| model | trained | GPUs | our MFU | DistTrain's | {heads} |", rows)
 
 
-def disttrain_gains(name: str, over: str = "ours") -> str:
-    """Range of step times of a method over those of another one."""
-    cases = [case["plans"] for case in result("disttrain")["cases"] if {name, over} <= case["plans"].keys()]
-    ratios = [plans[name]["step_ms"] / plans[over]["step_ms"] for plans in cases]
-    return spread(ratios, "{:.2f}".format)
+def _times_ours(row: dict[str, Any] | None, ours: dict[str, Any]) -> str:
+    """A step over ours, marked where it needs more memory than a rank has."""
+    if row is None:
+        return "-"
+    return f"{row['step_ms'] / ours['step_ms']:.2f}{' (too large)' if 'more than a rank has' in row['note'] else ''}"
+
+
+def disttrain_gains(name: str, over: str = "ours", figure: str = "step_ms", trains_all: bool = False) -> str:
+    """Range of a figure of a method over that of another one, of runs that train all modules or of the others."""
+    cases = [case for case in result("disttrain")["cases"] if (case["trained"] == "all") is trains_all]
+    plans = [case["plans"] for case in cases if {name, over} <= case["plans"].keys()]
+    return spread([own[name][figure] / own[over][figure] for own in plans], "{:.2f}".format)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
