@@ -608,7 +608,7 @@ def feature_bytes(costs: CostModel, module_spec: ModuleSpec, merged: bool = True
         return 0.0
     shape = LayerShape.of(module_spec, costs.spec.uses.get((module_spec.name, module_spec.num_layers), ()))
     share = min((share for share, _ in chain_widths(shape)), default=1.0) if merged else 1.0
-    copies = len(module_spec.features) if module_spec.taps else 1
+    copies = len(module_spec.features) if any(own.index is not None for own in module_spec.features) else 1
     return share * copies * costs.spec.language_model.hidden_size * Precision.of(module_spec, costs.value_bytes).stream
 
 

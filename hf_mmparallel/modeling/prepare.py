@@ -14,9 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from ..kernels.varlen_attention import attends_as_here
-from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec, ParallelPlan, parameter_shards
+from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, parameter_shards
 from ..plan.checkpointing import SELECTIVE, Checkpointing
-from .spec import ModulePart, inside, layers_of, module_parts, selected_layers
+from .spec import inside, layers_of, module_parts
 from .stages import ModuleStage
 from .state_heads import share_state_heads
 from .streamed_layers import OffloadedActivations
@@ -125,9 +125,7 @@ def prepare_stages(
     """
     parts = module_parts(model)
     _check_shared_layers(spec, plan)
-    for name in spec.encoders:
-        _check_selected_layers(model, spec.modules[name], plan)
-    _check_row_layers(parts, plan)
+    _check_read_layers(spec, plan)
     owned = {
         (name, replica, index): stage
         for name, module in plan.modules.items()
@@ -142,7 +140,7 @@ def prepare_stages(
         for index in range(len(layers)):
             if index not in keep:
                 layers[index] = identity_layer(layers[index])
-        if keep and module.taps:
+        if keep and any(feature.index is not None for feature in module.features):
             _pass_unowned_parts(model.get_submodule(module.tower), layers)
         if keep and plan.modules[name].activation_checkpointing:
             own = (recomputation or Recomputation()).of(plan.modules[name].activation_checkpointing)
@@ -178,32 +176,13 @@ def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
                 )
 
 
-def earliest_selected_layer(model: PreTrainedModel, module: ModuleSpec) -> int | None:
-    """Returns the first hidden state of an encoder that the model's config selects; `None` if it selects none."""
-    return min(selected_layers(model, module), default=None)
-
-
-def _check_row_layers(parts: Mapping[str, ModulePart], plan: ParallelPlan) -> None:
-    first = max(stages[-1].layers[0] for stages in plan.modules[LANGUAGE_MODEL].replicas)
-    num_layers = plan.modules[LANGUAGE_MODEL].replicas[0][-1].layers[1]
-    for name, part in parts.items():
-        layer = None if part.generator is None else part.generator.settings.layer
-        if layer is not None and layer % (num_layers + 1) < first:
-            raise ValueError(
-                f"`layer={layer}` of generator `{name}` selects hidden state {layer % (num_layers + 1)}, which the "
-                f"last stage of `{LANGUAGE_MODEL}` (layers {first} to {num_layers}) does not have. Use a later one, "
-                "or `layers_per_stage` with a longer last stage."
-            )
-
-
-def _check_selected_layers(model: PreTrainedModel, module: ModuleSpec, plan: ParallelPlan) -> None:
-    earliest = earliest_selected_layer(model, module)
-    if earliest is None:
-        return
-    for replica in plan.modules[module.name].replicas:
-        if earliest < replica[-1].layers[0]:
-            raise ValueError(
-                f"`vision_feature_layer={model.config.vision_feature_layer}` selects hidden state {earliest}, which "
-                f"the last stage of `{module.name}` (layers {replica[-1].layers}) does not have. Use `pp_size=1` or "
-                f"`layers_per_stage` that put layer {earliest} in the last stage."
-            )
+def _check_read_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
+    for module, planned in plan.modules.items():
+        last = spec.modules[module].num_layers - spec.modules[module].num_unread
+        for first, end in (replica[-1].layers for replica in planned.replicas):
+            if first > last:
+                raise ValueError(
+                    f"`{module}_feature_layer` selects hidden state {last} and none behind it, so that layers {first} "
+                    f"to {end - 1} of `{module}` get no gradient and can't be a stage. Use `pp_size=1` or "
+                    f"`layers_per_stage` that put layer {last} in the last stage."
+                )

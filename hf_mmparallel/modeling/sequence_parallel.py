@@ -89,7 +89,7 @@ class SplitRows:
         self._layer.split_rows = self
         self._hooks = [
             layer.register_forward_pre_hook(self._enter_layer, with_kwargs=True),
-            layer.register_forward_hook(self._leave_layer, with_kwargs=True),
+            layer.register_forward_hook(self._leave_layer, with_kwargs=True, prepend=True),  # others see all rows
             *(block.register_forward_pre_hook(self._enter_block, with_kwargs=True) for block in blocks),
         ]
         for adapted in (part for block in blocks for part in block.modules() if hasattr(part, "lora_A")):

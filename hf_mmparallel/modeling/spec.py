@@ -260,6 +260,7 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     generators = [name for name, part in parts.items() if part.generator is not None]
     rows = tuple(FeatureSpec(name, "rows") for name in generators)
     modules[LANGUAGE_MODEL] = replace(modules[LANGUAGE_MODEL], features=rows)
+    modules = {name: _with_taps(model, module, parts) for name, module in modules.items()}
     placeholders = {modality: token for part in parts.values() for modality, token in part.placeholders.items()}
     return with_tp_dims(model, ModelSpec(modules, _tied(model, locations), placeholders))
 
@@ -438,7 +439,6 @@ def _module_spec(
         parameters=parameters,
         features=features,
         tower=part.tower,
-        taps=tuple(sorted(config.deepstack_visual_indexes)) if any(f.index is not None for f in features) else (),
         is_chain=is_chain,
         # attention of blocks that are no chain is counted with their matrices
         head_dim=_setting(config, "head_dim", combine=_rounded_mean) if is_chain else 0,
@@ -455,14 +455,22 @@ def _module_spec(
     )
 
 
-def selected_layers(model: PreTrainedModel, module: ModuleSpec) -> list[int]:
-    """Returns the hidden states of an encoder that the model's config selects: `i + 1` is the output of layer `i`."""
-    selected = getattr(model.config, "vision_feature_layer", None)
-    if selected is None or getattr(model.get_submodule(module.tower), "config", None) is not getattr(
-        model.config, "vision_config", None
-    ):
-        return []
-    return [index % (module.num_layers + 1) for index in ([selected] if isinstance(selected, int) else selected)]
+def _with_taps(model: PreTrainedModel, module: ModuleSpec, parts: Mapping[str, ModulePart]) -> ModuleSpec:
+    """The module with the layers whose outputs are read behind all of them."""
+    num_states, config = module.num_layers + 1, getattr(model.get_submodule(module.tower), "config", None)
+    states: list[int] = []  # state `i + 1` is the output of layer `i`
+    num_read = module.num_layers
+    if module.name == LANGUAGE_MODEL:
+        settings = (part.generator.settings for part in parts.values() if part.generator is not None)
+        states += [own.layer for own in settings if own.layer is not None]
+    elif config is getattr(model.config, f"{module.name}_config", None):
+        selected = getattr(model.config, f"{module.name}_feature_layer", None)
+        states += [selected] if isinstance(selected, int) else selected or []
+        num_read = max((state % num_states for state in states), default=num_read)
+    if any(feature.index is not None for feature in module.features):
+        states += [layer + 1 for layer in getattr(config, "deepstack_visual_indexes", ())]
+    taps = {state % num_states - 1 for state in states} - {module.num_layers - 1}
+    return replace(module, taps=tuple(sorted(taps)), num_unread=module.num_layers - num_read)
 
 
 def attention_windows(config: Any, num_layers: int) -> tuple[int, ...]:

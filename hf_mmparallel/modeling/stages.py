@@ -30,7 +30,7 @@ from .features import count_feature_tokens, flat_features, merge_output, require
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
 from .shared_tokens import TOKEN_GROUP, SharedTokens, own_part
-from .spec import ModulePart, layers_of, module_parts, selected_layers
+from .spec import ModulePart, layers_of, module_parts
 from .unowned import LayerInterceptor, StageExit, StageRun, is_unowned
 
 # Forward of the language model with features that were computed elsewhere.
@@ -205,8 +205,7 @@ class ModuleStage:
 
     def share_tokens(self) -> None:
         """Lets cp ranks share the tokens of batches with a `TOKEN_GROUP`. The forwards of layers are as they stay."""
-        selected = selected_layers(self.model, self.module_spec)
-        read = {-1, *self.module_spec.taps, *(layer - 1 for layer in selected), self.module_spec.num_layers - 1}
+        read = {-1, *self.module_spec.taps, self.module_spec.num_layers - 1}
         self.shared_tokens = SharedTokens(self.own_layers, read)
 
     def input_shapes(self, inputs: Mapping[str, Any]) -> list[torch.Size]:
@@ -215,7 +214,8 @@ class ModuleStage:
             return []
         if self.module_name == LANGUAGE_MODEL:
             batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
-            return [torch.Size((batch, -(-length // self.row_shares), *self.module_spec.token_shape))]
+            shares = [self.row_shares, *[1] * (self._num_received - 1)]  # ranks have all rows of taps
+            return [torch.Size((batch, -(-length // own), *self.module_spec.token_shape)) for own in shares]
         first, group, shapes = self.layers[0], inputs.get(TOKEN_GROUP), []
         with torch.no_grad():
             for _, forward in self._runs(inputs):

@@ -179,7 +179,7 @@ class StageRun:
     stop: int  # the layer at whose entry the forward stops
     # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
     received: dict[int, Tensor] = field(default_factory=dict)
-    taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages
+    taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages, -1 for the input of the first one
     kept: dict[int, Tensor] = field(default_factory=dict)
     probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
@@ -219,10 +219,12 @@ class LayerInterceptor:
             if index == run.stop:
                 raise StageExit(hidden_of(args, kwargs))
             if index == 0:
-                run.num_tokens = hidden_of(args, kwargs).shape[-2]
+                args, kwargs = self._enter_first(run, args, kwargs)
             if index == run.first:
                 run.dtype = hidden_of(args, kwargs).dtype
-            if index != run.first or index == 0:
+            if index == 0:
+                return args, kwargs
+            if index != run.first:
                 return None
             arrived = hidden_of(args, kwargs)
             if run.probe:
@@ -243,6 +245,17 @@ class LayerInterceptor:
             return args, kwargs
 
         return hook
+
+    def _enter_first(self, run: StageRun, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Keeps the input of the first layer, or gives it that which was received, where it is read again later."""
+        entering = hidden_of(args, kwargs)
+        run.num_tokens = entering.shape[-2]
+        if run.first and -1 in run.received:
+            entering = run.received[-1].to(entering.dtype)
+            args, kwargs = with_hidden(args, kwargs, entering)
+        if -1 in run.taps:
+            run.kept[-1] = entering
+        return args, kwargs
 
     def _after(self, index: int):
         """

@@ -108,8 +108,11 @@ class ModuleSpec:
     # and for the last one
     features: tuple[FeatureSpec, ...] = ()
     tower: str = ""  # name of the submodule without the projector
-    # layers whose outputs are read again behind the last one (DeepStack), to which they pass through all later stages
+    # layers whose outputs are read again behind the last one (DeepStack, `vision_feature_layer`), to which they pass
+    # through all later stages; -1 for the input of the first one
     taps: tuple[int, ...] = ()
+    # layers at the end whose outputs nothing reads, so that no stage may begin with or behind the second of them
+    num_unread: int = 0
     # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
     is_chain: bool = True
     # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default

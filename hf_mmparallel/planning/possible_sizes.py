@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from ..data.mask_rules import MaskRule
 from ..kernels.recurrent_layers import LONE_LAYERS, attends, check_mixers, recurrent_mixers
-from ..modeling.prepare import earliest_selected_layer
 from ..modeling.tensor_parallel import with_tp_dims
 from ..plan import (
     LANGUAGE_MODEL,
@@ -84,10 +83,7 @@ def possible_sizes(
     for name, module in spec.modules.items():
         if whole_matrices(module) is not None:
             only[name]["tp_size"] = 1
-        selected = earliest_selected_layer(model, module) if module.is_encoder else None
-        if selected is not None and selected < module.num_layers - 1:
-            only[name]["pp_size"] = 1  # its last stage needs that hidden state
-        if spec.shared_by_layers(name):
+        if spec.shared_by_layers(name) or module.num_unread > 1:
             only[name]["pp_size"] = 1
     if not _can_share_tokens(model, spec, plugin):
         only[LANGUAGE_MODEL]["cp_size"] = 1

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from ..modeling.prepare import earliest_selected_layer
 from ..plan import ModulePlugin, PlannedFor, typical_batches
 from ..resilience.model_chain import ModelChain, TypicalMicrobatches, copies_of, model_chain
 from ..resilience.pipelines import ClusterPlan, PipelinePlans, layouts_of, layouts_of_plan, tp_sizes_of
@@ -84,9 +83,7 @@ def surviving_plans(
     costs = inputs.costs(settings)
     total = microbatches.count
     tp_sizes = stage_tp_sizes(model, costs.spec, settings.plugin, largest) if plan is None else tp_sizes_of(plan)
-    chain = model_chain(
-        costs, layouts, microbatches, settings.memory_bytes, selected_layers(inputs), tp_sizes=tp_sizes
-    )
+    chain = model_chain(costs, layouts, microbatches, settings.memory_bytes, tp_sizes=tp_sizes)
     schedule = settings.schedule or (settings.plugin.schedule if plan is None else plan.schedule) or "1f1b"
     plans = PipelinePlans(chain, node_size, total, schedule, settings.microbatch_assignment)
     planner = ResilientPlanner(plans, num_nodes, failures, between_s)
@@ -113,13 +110,6 @@ def draw_microbatches(settings: Settings, inputs: Inputs, batch: int, fewest_cop
     size = settings.microbatch_size or 1
     sizes = typical_batches(inputs.samples.sizes(inputs.source, settings), batch, inputs.seed)[0]
     return TypicalMicrobatches(sizes, size, -(-batch // (size * fewest_copies)))
-
-
-def selected_layers(inputs: Inputs) -> dict[str, int]:
-    """Encoder -> the first hidden state that the model's configuration selects."""
-    source = inputs.source
-    found = {name: earliest_selected_layer(source.model, source.spec.modules[name]) for name in source.spec.encoders}
-    return {name: layer for name, layer in found.items() if layer is not None}
 
 
 def template_table(planner: ResilientPlanner, most: int | None = None) -> Table:

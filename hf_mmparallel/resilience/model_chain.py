@@ -138,9 +138,6 @@ def model_chain(
     layouts: Mapping[str, ModuleLayout],
     microbatches: TypicalMicrobatches,
     memory_bytes: float | None = None,  # of a rank; no limit by default
-    # encoder -> the first of its hidden states that the model's configuration selects, which its last stage must have;
-    # see `earliest_selected_layer`
-    selected_layers: Mapping[str, int] | None = None,
     # how many stages' weights, gradients and optimizer state a rank has memory for
     state_copies: int = 1,
     # that each stage of a module may have; that of its layout by default
@@ -154,7 +151,7 @@ def model_chain(
     layouts = {name: layouts.get(name, ModuleLayout(dp_size=copies_of(layouts))) for name in spec.modules}
     for name, layout in layouts.items():
         _check_copies(name, layout)
-    units = tuple(_units(spec, selected_layers or {}))
+    units = tuple(_units(spec))
     sizes = {name: (layout.tp_size,) for name, layout in layouts.items()}
     sizes |= {name: tuple(sorted(set(of_module))) for name, of_module in (tp_sizes or {}).items()}
     for name, module in _plan_of_units(spec, layouts, units).modules.items():
@@ -208,10 +205,11 @@ def _check_copies(name: str, layout: ModuleLayout) -> None:
         )
 
 
-def _units(spec: ModelSpec, selected_layers: Mapping[str, int]) -> Iterator[ChainUnit]:
+def _units(spec: ModelSpec) -> Iterator[ChainUnit]:
     for name, module in spec.modules.items():
-        last = min(selected_layers.get(name, module.num_layers), module.num_layers - 1)
-        cuts = [0] if module.taps else range(last + 1)  # a unit's edge has one hidden state
+        # a unit's edge has one hidden state
+        ends = range(1, module.num_layers + 1 - max(1, module.num_unread))
+        cuts = [0, *(layer for layer in ends if module.states_before(layer) == 1)]
         for bounds in pairwise((*cuts, module.num_layers)):
             yield ChainUnit(name, bounds)
 

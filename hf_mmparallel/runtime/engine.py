@@ -404,7 +404,8 @@ class ParallelEngine(nn.Module):
             }
             if stage.layers[0] - 1 in kept:
                 stage.row_shares = self.plan.stage(name, replica, index).tp_size
-            keep_rows_split(stage.own_layers, self.spec.layers_with_features | ({*borders.values()} - kept))
+            read = self.spec.layers_with_features.union(stage.module_spec.taps)
+            keep_rows_split(stage.own_layers, read | ({*borders.values()} - kept))
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:

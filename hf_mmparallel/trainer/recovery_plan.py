@@ -8,7 +8,6 @@ from typing import Any
 
 from .. import _environment
 from ..data.streams import is_stream
-from ..modeling.prepare import earliest_selected_layer
 from ..plan import (
     ModelSpec,
     MultimodalParallelPlugin,
@@ -113,7 +112,6 @@ def node_layouts(
             f"`ranks_per_node={node_size}` of `resilience` does not divide the {args.world_size} ranks of the run. "
             "Use the number of ranks of a host, or a divisor of it."
         )
-    selected = {name: earliest_selected_layer(prepared.model, spec.modules[name]) for name in spec.encoders}
     if plan is None:  # stages have any size that the settings leave open
         layouts = layouts_of(recomputed(plugin, spec, args))
         tp_sizes = stage_tp_sizes(prepared.model, spec, plugin, min(node_size, costs.device.node_size))
@@ -129,7 +127,6 @@ def node_layouts(
         layouts,
         TypicalMicrobatches(sizes, size, -(-total // copies_of(layouts))),
         allowed_bytes(args, costs.device),
-        {name: layer for name, layer in selected.items() if layer is not None},
         tp_sizes=tp_sizes,
     )
     schedule = "1f1b" if plan is None else plan.schedule

@@ -250,13 +250,22 @@ def test_a_rank_without_stages_holds_nothing():
     assert all(is_unowned(parameter) for parameter in model.parameters())
 
 
-def test_a_selected_hidden_state_of_another_stage_is_refused():
+@pytest.mark.parametrize("selected", [[-2, -4], [0, 3]])
+def test_selected_hidden_states_of_other_stages_travel(selected: list[int]):
     model = tiny.FAMILIES["llava"]()
-    model.config.vision_feature_layer = [-2, -4]
+    model.config.vision_feature_layer = selected
     model.model.multi_modal_projector = type(model.model.multi_modal_projector)(model.config)
     spec = build_model_spec(model)
-    assert_same(model.train(), make_plan(spec, {"vision": [1]}), make_batch("llava"))
-    with pytest.raises(ValueError, match=r"\[-2, -4\]` selects hidden state 1"):
+    for cuts in ([1], [2], [1, 2, 3]):
+        assert_same(copy.deepcopy(model).train(), make_plan(spec, {"vision": cuts}), make_batch("llava"))
+
+
+def test_layers_behind_all_that_are_selected_are_no_stage():
+    model = tiny.FAMILIES["llava"]()
+    model.config.vision_feature_layer = 1
+    spec = build_model_spec(model)
+    assert_same(copy.deepcopy(model).train(), make_plan(spec, {"vision": [1]}), make_batch("llava"))
+    with pytest.raises(ValueError, match="selects hidden state 1 and none behind it"):
         prepare_stages(model, spec, make_plan(spec, {"vision": [2]}), 0)
 
 

@@ -76,10 +76,12 @@ def test_times_of_stages_are_those_of_the_cost_model(family: str, settings: str)
 
 def test_layers_that_stay_together_are_one_unit() -> None:
     qwen = [unit.layers for unit in chain_of("qwen3_vl").units if unit.module == "vision"]
-    assert qwen == [(0, 4)], "features of inner layers"
+    assert qwen == [(0, 1), (1, 4)], "features of the first two layers"
     costs = costs_of("llava")
     for selected, last in ((0, (0, 4)), (2, (2, 4)), (4, (3, 4))):
-        chain = model_chain(costs, {}, typical(costs.spec), selected_layers={"vision": selected})
+        vision = replace(costs.spec.modules["vision"], num_unread=4 - selected)
+        spec = replace(costs.spec, modules={**costs.spec.modules, "vision": vision})
+        chain = model_chain(costs.with_spec(spec), {}, typical(spec))
         layers = [unit.layers for unit in chain.units if unit.module == "vision"]
         assert layers == [(layer, layer + 1) for layer in range(last[0])] + [last]
     assert [unit.layers for unit in chain.units if unit.module == LANGUAGE_MODEL] == [(i, i + 1) for i in range(4)]
@@ -166,7 +168,7 @@ def test_less_memory_the_state_of_two_stages_and_wider_activations_leave_room_fo
     wide = replace(costs, value_bytes=4)
     roomy, tight, doubled, wider = (
         np.asarray(model_chain(one, {}, typical(costs.spec), *limit).chain.fits_in_flight)
-        for one, limit in ((costs, (1e9,)), (costs, (3e6,)), (costs, (3e6, None, 2)), (wide, (3e6,)))
+        for one, limit in ((costs, (1e9,)), (costs, (3e6,)), (costs, (3e6, 2)), (wide, (3e6,)))
     )
     for less, more in ((tight, roomy), (doubled, tight), (wider, tight)):
         assert (less <= more).all() and (less < more).any()

@@ -223,7 +223,7 @@ def test_sizes_that_a_model_can_not_have_are_not_tried():
 
     fixed = {"auto": True, "modules": {LANGUAGE_MODEL: {"tp_size": 1}}}
     assert found(MultimodalParallelPlugin.from_any(fixed)) == {LANGUAGE_MODEL: {"tp_size": 1}}
-    model.config.vision_feature_layer = [-4, -2]
+    model.config.vision_feature_layer = 1
     eager = MultimodalParallelPlugin({LANGUAGE_MODEL: ModulePlugin(attn_implementation="eager")}, auto=True)
     assert found(eager) == {"vision": {"pp_size": 1}, LANGUAGE_MODEL: {"cp_size": 1}}
     adapters = LoraConfig(target_modules=["q_proj"], use_dora=True)

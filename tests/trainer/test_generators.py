@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_mmparallel import ModulePlugin
-from hf_mmparallel.modeling import build_model_spec, prepare_stages
+from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan.resolve import resolve_plan
 from tests import any_to_any as cases
 from tests.any_to_any import IMAGE, KINDS, LM, VISION
@@ -39,6 +39,19 @@ LAYOUTS: tuple[tuple[tuple[str, ...], int, dict[str, Any], dict[str, Any]], ...]
         2,
         {VISION: {"pp_size": 2}, LM: {"pp_size": 2, **ON_VISION}, IMAGE: {"pp_size": 2, **ON_VISION}},
         {"layer": 3},
+    ),
+    (("codes", "unet"), 3, {LM: {"pp_size": 2}, VISION: {}, IMAGE: ON_LM, "unet": ON_VISION}, {"layer": 0}),
+    (
+        ("codes",),
+        4,
+        {VISION: ON_LM, LM: {"pp_size": 2, "tp_size": 2}, IMAGE: ON_LM},
+        {"layer": 1},
+    ),
+    (
+        ("codes",),
+        4,
+        {VISION: ON_LM, LM: {"pp_size": 4}, IMAGE: {"dp_size": 4, **ON_LM}},
+        {"layer": 1},
     ),
     (
         ("dit",),
@@ -204,11 +217,3 @@ def test_blocks_that_are_no_chain_are_not_cut():
     for setting, more in {"pp_size": {}, "tp_size": {}, "zero_stage": {"dp_size": 2}}.items():
         with pytest.raises(ValueError, match=f"`{setting}=2` of `image`"):
             resolve_plan(spec, {IMAGE: ModulePlugin(**{setting: 2, **more})})
-
-
-def test_a_layer_before_the_last_stage_is_refused():
-    model = cases.compose("codes", layer=1)
-    spec = build_model_spec(model)
-    plan = resolve_plan(spec, {LM: ModulePlugin(pp_size=2)})
-    with pytest.raises(ValueError, match="`layer=1` of generator `image`"):
-        prepare_stages(model, spec, plan, 0)
