@@ -202,7 +202,7 @@ class LayerInterceptor:
         self._passed: dict[int, nn.Module] = {}  # index -> what stands for a layer of this rank that a forward passes
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._before(index), with_kwargs=True)
-            layer.register_forward_hook(self._after(index))
+            layer.register_forward_hook(self._after(index), prepend=True)  # transformers records what it returns
 
     @classmethod
     def of(cls, layers: nn.ModuleList) -> LayerInterceptor:

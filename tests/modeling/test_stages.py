@@ -256,6 +256,7 @@ def test_selected_hidden_states_of_other_stages_travel(selected: list[int]):
     model.config.vision_feature_layer = selected
     model.model.multi_modal_projector = type(model.model.multi_modal_projector)(model.config)
     spec = build_model_spec(model)
+    model(**make_batch("llava"))  # from then on transformers records hidden states
     for cuts in ([1], [2], [1, 2, 3]):
         assert_same(copy.deepcopy(model).train(), make_plan(spec, {"vision": cuts}), make_batch("llava"))
 
