@@ -28,7 +28,7 @@ def _signs(step: int = 3, longest_s: float = 0.0) -> dict[str, Any]:
         standing.look(now)
         activity.now("reading samples") if number == 0 else None
         sign = standing.look(now)
-    assert (sign["standing_s"], sign["step"], sign["num_steps"]) == (10.0, step, step + 1)
+    assert (sign["standing_s"], sign["step"], sign["num_steps"]) == (pytest.approx(10.0), step, step + 1)
     assert sign["doing"] == f"step {step}: saving `checkpoint-1`" and not sign["waits"]
     return sign
 
