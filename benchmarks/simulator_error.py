@@ -59,7 +59,7 @@ class Case:
         schedule (`str`, *optional*, defaults to `"1f1b"`): The schedule.
         uneven (`float`, *optional*, defaults to 0.0): How far durations of tasks of one stage differ, as a share.
         forward_ms (`Mapping[str, float]`, *optional*):
-            Of a forward of each module's stages, 20 when left out. A backward takes twice as long.
+            Of a forward of each module's stages, 40 when left out. A backward takes twice as long.
         others (`tuple[str, ...]`, *optional*, defaults to `("audio",)`):
             The modules of the model beside `vision` and the language model.
         num_experts (`int`, *optional*, defaults to 0): Experts in each layer of the language model.
@@ -78,7 +78,7 @@ class Case:
         """The table of durations, the same on all ranks."""
         rng = random.Random(self.name)
         return {
-            task: self.forward_ms.get(task.module, 20.0)
+            task: self.forward_ms.get(task.module, 40.0)
             * (1 if task.kind == "fwd" else 2)
             * (1 + self.uneven * rng.uniform(-1, 1))
             for task in sorted(tasks)
@@ -105,7 +105,7 @@ CASES = (
     Case("4 ranks, vision, audio, LM pp 2, uneven tasks", 4, {"language_model": {"pp_size": 2}}, uneven=0.5),
     Case("8 ranks, branches of 2 and 1 stages, LM pp 4", 8, _DEEP),
     Case("8 ranks, the same, GPipe", 8, _DEEP, "gpipe"),
-    Case("8 ranks, the same, uneven tasks, slow vision", 8, _DEEP, "1f1b", 0.5, {"vision": 45.0, "audio": 8.0}),
+    Case("8 ranks, the same, uneven tasks, slow vision", 8, _DEEP, "1f1b", 0.5, {"vision": 90.0, "audio": 16.0}),
     Case("8 ranks, vision dp 3, LM dp 2 pp 2, uneven tasks", 8, _WIDE, "1f1b", 0.5),
     Case("4 ranks, vision, LM pp 2, generator", 4, _DRAWS, **_DRAWING),
     Case(
@@ -123,7 +123,7 @@ CASES = (
         _DRAWS_IN_STAGES,
         "1f1b",
         0.5,
-        {"image": 45.0},
+        {"image": 90.0},
         **_DRAWING,
     ),
     Case("8 ranks, vision dp 4 tp 2 on those of LM dp 2 pp 2 tp 2, uneven tasks", 8, _UNLIKE, uneven=0.5, **_SEEING),
