@@ -208,18 +208,15 @@ class Queue:
         simulations = self.simulations
         entry, expected_ms, least_ms = group.pop(index)
         first, estimated = self._made(entry)
-        candidate = first
-        if isinstance(entry, int):
-            schedule, vp_size, arrangement = self.order
-            ordered = replace(first, schedule=schedule, vp_size=vp_size, arrangement=arrangement)
-            candidate = ordered if _differs(self.problem, ordered) else first
-        key = key_of(candidate)
-        if group not in (self.slices, self.crowded) and (key in self._tried or not _differs(self.problem, candidate)):
+        is_again = group in (self.slices, self.crowded)
+        if not is_again and (key_of(first) in self._tried or not _differs(self.problem, first)):
             return
         if not is_needed and max(least_ms, bound_ms := self._least_ms(entry)) >= simulations.best_ms:
             # with another arrangement or sharding it may take less than the work of its busiest rank
             self.leaves_out |= bound_ms < simulations.best_ms
             return
+        candidate = self._in_best_order(first) if isinstance(entry, int) else first
+        key = key_of(candidate)
         self._tried.add(key)
         found = simulations.simulate(self.space, candidate, estimated)
         self.misfits = self.misfits + 1 if found is None else 0
@@ -257,6 +254,12 @@ class Queue:
             return entry
         estimated = self.space.estimated(entry)
         return self.space.candidate(estimated), estimated
+
+    def _in_best_order(self, candidate: Candidate) -> Candidate:
+        """A layout with the schedule and arrangement of the best step, where it can have them."""
+        schedule, vp_size, arrangement = self.order
+        ordered = replace(candidate, schedule=schedule, vp_size=vp_size, arrangement=arrangement)
+        return ordered if _differs(self.problem, ordered) else candidate
 
     def _least_ms(self, entry: Made | int) -> float:
         """The bound of an entry; a layout may have another schedule later."""

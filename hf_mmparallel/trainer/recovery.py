@@ -472,7 +472,7 @@ class Recovery:
         needed = self.planner.needed_parameters(self._next, self.world.rank)
         self._prepared = self._next, {name: received.get(name) or held[name] for name in needed}
         synchronize(self.world.device)  # what was sent to it is there
-        self._sum(float)
+        self._sum(lambda: 0.0)
         self._take_prepared()
         event = self._event
         event.copied_s = time.perf_counter() - started_s

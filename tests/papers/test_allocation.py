@@ -35,6 +35,13 @@ def test_no_split_is_faster_and_none_is_nearer(work, minimum, more):
     assert ((nearest - shares) ** 2).sum() == pytest.approx(((every - shares) ** 2).sum(axis=1).min())
 
 
+@given(WORKS, st.integers(0, 60), st.sampled_from(["fastest", "nearest"]))
+def test_the_unit_does_not_matter(work, more, rounding):
+    values, num_ranks = np.array([work]), len(work) + more
+    found, other = (proportional_allocations(values * unit, num_ranks, 1, rounding) for unit in (1, 1024))
+    assert other.tolist() == found.tolist()
+
+
 def test_many_at_once_are_each_on_its_own():
     works = np.random.default_rng(0).gamma(1.0, size=(200, 3))
     for num_ranks in (3, 7, 64, 1296):

@@ -1,5 +1,7 @@
 """Arrangements of others: equal to their own code where there is any, to their paper's words where not."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -109,23 +111,62 @@ def test_batch_rebalance_of_fewer_samples_than_microbatches_leaves_the_last_empt
     assert found[LANGUAGE_MODEL] == (((1,), (0,)), ((2,), ()))
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "order"),
-    [
-        (2, [1, 8, 6, 5, 2, 11, 3, 12, 7, 13, 0, 4, 10, 9]),
-        (4, [10, 9, 1, 5, 0, 12, 6, 7, 3, 4, 2, 11, 8]),
-        (5, [5, 0, 8, 9, 11, 3, 10, 7, 2, 6, 4, 1]),
-        (4, [1, 0, 2]),
-    ],
-)
-def test_microbatches_are_ordered_as_the_paper_says(num_stages, order):
-    """As by DistTrain's algorithm 3 line by line, which looks the start of every task up by recursion."""
-    rng = np.random.default_rng(len(order))
-    forward_ms = rng.lognormal(0, 1, (len(order), num_stages))
+def _literal_order(forward_ms, ratios, sizes):
+    """DistTrain's algorithm 3 line by line, with the start of every task looked up by recursion."""
+    num_microbatches, num_stages = forward_ms.shape
+    pending = list(range(num_microbatches))
+    order = [min(pending, key=lambda i: (sizes[i], i))]
+    pending.remove(order[0])
+    rear = sorted(pending, key=lambda i: (sizes[i], i))[: num_stages - 1]
+    pending = [i for i in pending if i not in rear]
+    interval = 0
+    while pending:
+        gap = _literal_gap(forward_ms, ratios, order, interval)
+        width = min(num_stages - 1 if interval == 0 else 1, len(pending))
+        pending.sort(key=lambda i: (forward_ms[i, 0], sizes[i], i))
+        runs = [pending[start : start + width] for start in range(len(pending) - width + 1)]
+        chosen = min(runs, key=lambda run: abs(sum(forward_ms[i, 0] for i in run) - gap))
+        order, pending = order + chosen, [i for i in pending if i not in chosen]
+        interval += 1
+    return order + rear
+
+
+def _literal_gap(forward_ms, ratios, order, interval) -> float:
+    """What the first stage waits for backward `interval` of 1F1B, when only the forwards in `order` are known."""
+    num_stages = forward_ms.shape[1]
+
+    def tasks(stage: int) -> list[tuple[str, int]]:
+        listed = [("fwd", i) for i in range(num_stages - stage)]
+        for i in range(len(order)):
+            listed += [("bwd", i), ("fwd", i + num_stages - stage)]
+        return [(kind, i) for kind, i in listed if i < len(order)]
+
+    @cache
+    def end(kind: str, i: int, stage: int) -> float:
+        listed = tasks(stage)
+        place = listed.index((kind, i))
+        free = end(*listed[place - 1], stage) if place else 0.0
+        if kind == "fwd":
+            come, takes = end("fwd", i, stage - 1) if stage else 0.0, forward_ms[order[i], stage]
+        else:
+            come = end("bwd", i, stage + 1) if stage + 1 < num_stages else 0.0
+            takes = ratios[stage] * forward_ms[order[i], stage]
+        return max(free, come) + takes
+
+    before = tasks(0)[tasks(0).index(("bwd", interval)) - 1]
+    return max(0.0, end("bwd", interval, 1) - end(*before, 0))
+
+
+@given(st.integers(1, 14), st.integers(2, 5), st.integers(0, 2**32 - 1))
+@settings(max_examples=80)
+def test_microbatches_are_ordered_as_the_paper_says(count, num_stages, seed):
+    rng = np.random.default_rng(seed)
+    forward_ms = rng.lognormal(0, 1, (count, num_stages))
     ratios, sizes = rng.uniform(0, 3, num_stages), forward_ms.sum(axis=1)
-    assert interleaved_order(forward_ms, ratios, sizes) == order
+    order = interleaved_order(forward_ms, ratios, sizes)
+    assert order == _literal_order(forward_ms, ratios, sizes)
     ranking = np.argsort(sizes).tolist()
-    assert order[0] == ranking[0] and order[max(1, len(order) - num_stages + 1) :] == ranking[1:num_stages]
+    assert order[0] == ranking[0] and order[max(1, count - num_stages + 1) :] == ranking[1:num_stages]
 
 
 def test_one_stage_has_no_gaps():
