@@ -38,7 +38,8 @@ from rich.table import Table
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _PTRRLoadBalancer
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-from hf_mmparallel.arrange.tokens import BLOCK, assign_rows, assign_segments, block_workloads, distribute
+from hf_mmparallel.arrange.token_assignment import BLOCK, assign_rows, block_workloads, distribute
+from hf_mmparallel.arrange.token_segments import assign_segments
 
 PARTIAL_COST = 0.3
 GOALS = {"row 8k": 1.02, "row 64k": 1.002, "segments 64k": 1.02, "assignment of 1M tokens, ms": 5.0}

@@ -15,7 +15,8 @@ import numpy as np
 
 from hf_mmparallel.arrange import ARRANGEMENTS, arrange_step
 from hf_mmparallel.arrange.rank_batches import RANK_ARRANGEMENTS, arrange_for_ranks, whole_model_workloads
-from hf_mmparallel.arrange.tokens import assign_rows, assign_segments
+from hf_mmparallel.arrange.token_assignment import assign_rows
+from hf_mmparallel.arrange.token_segments import assign_segments
 from hf_mmparallel.cost import batch_workloads
 from hf_mmparallel.cost.profile import MeasuredPoint, fit_curve
 from hf_mmparallel.cost.step_planner import StepPlanner
@@ -29,7 +30,7 @@ from hf_mmparallel.planning.search import search_plans
 from hf_mmparallel.resilience.model_chain import TypicalMicrobatches, model_chain
 from hf_mmparallel.resilience.pipelines import PipelinePlans
 from hf_mmparallel.resilience.resilient_planner import ResilientPlanner
-from tests.arrange.tokens.rows import packed_row
+from tests.arrange.token_rows import packed_row
 from tests.cost.models import h100, model, module
 
 SPEC = ModelSpec({name: module(name) for name in ("vision", "audio", LANGUAGE_MODEL)})

@@ -1,5 +1,5 @@
 """
-Arrangements of a global batch over replicas and microbatches; `arrange.tokens` has those of tokens over cp ranks.
+Arrangements of a global batch over replicas and microbatches, and of tokens over cp ranks.
 
 Pure functions of numbers on top of `plan`; imported by everything that plans or predicts a step.
 """

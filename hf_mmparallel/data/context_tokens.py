@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ..arrange.tokens import BLOCK, ContextAssignment, ContextCosts, Method, Mode, assign_context
+from ..arrange.token_assignment import BLOCK, ContextAssignment, Method, Mode
+from ..arrange.token_segments import ContextCosts, assign_context
 from ..cost import CostModel
 from ..kernels.bitfield_attention import BitfieldMask, decode_words
 from ..kernels.bitfield_attention.context_parallel import SequenceShard, shard_sequence

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_mmparallel.arrange.tokens import assign_context
+from hf_mmparallel.arrange.token_segments import assign_context
 from hf_mmparallel.kernels.bitfield_attention import (
     BitfieldMask,
     Kind,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.tokens import block_counts, block_workloads, distribute
-from tests.arrange.tokens.rows import packed_row
+from hf_mmparallel.arrange.token_assignment import block_counts, block_workloads, distribute
+from tests.arrange.token_rows import packed_row
 
 METHODS = ["lpt", "zigzag", "contiguous", "random"]
 

@@ -9,19 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.arrange.tokens import (
-    ContextAssignment,
+from hf_mmparallel.arrange.token_assignment import ContextAssignment, padded_length
+from hf_mmparallel.arrange.token_segments import (
     ContextCosts,
+    SegmentBins,
     assign_context,
     assign_segments,
     choose_faster,
     independent_segments,
-    padded_length,
 )
-from hf_mmparallel.arrange.tokens.segments import SegmentBins
 from hf_mmparallel.kernels.bitfield_attention.reference import dense_mask
 from hf_mmparallel.kernels.bitfield_attention.words import BitfieldMask, decode_words, encode_words
-from tests.arrange.tokens.rows import causal_row, packed_row
+from tests.arrange.token_rows import causal_row, packed_row
 
 
 def random_words(rng: np.random.Generator) -> torch.Tensor:

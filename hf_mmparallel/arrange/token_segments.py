@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..._portable import smallest
-from .assignment import (
+from .._portable import smallest
+from .token_assignment import (
     BLOCK,
     PARTIAL_COST,
     ContextAssignment,
