@@ -243,10 +243,6 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
     """The costs of a run on its machine; `changes` are fields of the device."""
     study = run.study
     device = replace(run.device, **(changes or {}))
-    if run.dtype == "float8":  # linear layers at twice the rate, attention at that of bfloat16
-        device = replace(
-            device, bf16_tflops=2 * device.bf16_tflops, attention_efficiency=device.attention_efficiency / 2
-        )
     fused = run.values.get("fused")
     engine = (
         study.engine if fused is None else replace(study.engine, fused=fused, sums_in_place=fused, fused_loss=fused)
@@ -257,7 +253,8 @@ def costs_of(run: Run, changes: Mapping[str, float] | None = None) -> CostModel:
         wide_sums=run.values.get("wide_sums", engine.wide_sums),
         attention_share=kernels.get(run.device.name, {}).get(run.values.get("kernel"), engine.attention_share),
     )
-    return analytic_costs(run.spec, device, 2, engine)
+    costs = analytic_costs(run.spec, device, 2, engine)
+    return costs.in_layout(dict.fromkeys(run.spec.modules, ((), True))) if run.dtype == "float8" else costs
 
 
 def sizes_of(run: Run, num_samples: int) -> SampleSizes:

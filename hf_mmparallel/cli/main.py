@@ -50,6 +50,7 @@ settings of `--module` (any field of `ModulePlugin`; short names stand for `dp_s
   offload_optimizer   true for the optimizer's state and step on the CPU
   offload_params      true for the frozen weights of layers in host memory
   offload_activations true for what layers save for the backward in host memory
+  float8              recipe by which linear layers multiply in float8: tensorwise, rowwise, rowwise_with_gw_hp
   learning_rate, weight_decay
                       of the module; without effect on a plan
   peft_config         adapters of the module; a dict, so in a file for --parallel only

@@ -105,7 +105,8 @@ class LayerShape:
                 name = _WRAPPED.sub("", p.name)
                 rows, columns = (p.shape[0], p.shape[2]) if is_depthwise else p.shape[-2:]
                 copies = count * p.active_share
-                matrices[name] = Matrix(name, (rows, columns), copies, count, p.num_elements, p.trainable, num_bytes)
+                keeps_input = p.trainable or (module_spec.float8 and 0 <= p.layer < module_spec.num_layers)
+                matrices[name] = Matrix(name, (rows, columns), copies, count, p.num_elements, keeps_input, num_bytes)
             elif len(p.shape) == 1 and p.name.endswith("weight"):
                 bias = p.name.removesuffix("weight") + "bias"
                 norms.append(Norm(p.name, p.shape[0], p.trainable, bias not in names))
@@ -328,7 +329,7 @@ def _inputs_saved(module_spec: ModuleSpec, group: Sequence[Matrix], precision: P
     # tokens are sorted by expert, in a copy of each for every active one
     read = [matrix.copies for matrix in group[:-1] if matrix.saves_input(precision)]
     saved = (sum(read) if precision.is_cast else max(read, default=0.0)) * module_spec.hidden_size * precision.compute
-    if row_shares > 1:  # all have the same copy, of which the rank keeps its share
+    if row_shares > 1 and not module_spec.float8:  # all have the same copy, of which the rank keeps its share
         saved = gathered_bytes(module_spec, group, precision) / row_shares
     for matrix in group:
         saved += matrix.adapter_rank * matrix.adapter_bytes

@@ -238,7 +238,7 @@ class AnalyticLayers:
         """See [`LayerCosts`]."""
         return replace(self, first_rank=first_rank)
 
-    def sharing_experts(self, spec: ModelSpec) -> AnalyticLayers:
+    def with_spec(self, spec: ModelSpec) -> AnalyticLayers:
         """See [`LayerCosts`]."""
         return replace(self, spec=spec)
 
@@ -301,7 +301,12 @@ class AnalyticLayers:
     ) -> float:
         """Milliseconds per token of a layer's matrix products, including reads and writes of their operands."""
         active = active_elements(self.spec, module_spec.name, index)
-        flops = sum(2.0 * shares[use.parameter.name] * elements for use, elements in active)
+        in_float8 = module_spec.float8 and 0 <= index < module_spec.num_layers
+        times = 0.0
+        for use, elements in active:
+            is_linear = len(use.parameter.shape) == 2 and not use.parameter.num_experts
+            flops = 2.0 * shares[use.parameter.name] * elements
+            times += flops / (self.device.float8_flops_per_ms if in_float8 and is_linear else self.device.flops_per_ms)
         width = 0.0
         for use, elements in active:
             rows, columns = _sides(use, elements)
@@ -311,7 +316,7 @@ class AnalyticLayers:
         # added to the compute time instead of the larger one: narrow matrices (a hidden size cut by tensor
         # parallelism) are slower per FLOP than wide ones
         moved = precision.compute * width
-        return flops / self.device.flops_per_ms + moved / self.device.memory_bytes_per_ms
+        return times + moved / self.device.memory_bytes_per_ms
 
     def _attention_ms(
         self, module_spec: ModuleSpec, uses: Sequence[ParameterUse], precision: Precision, tp_size: int
@@ -364,7 +369,7 @@ class AnalyticLayers:
         Milliseconds that the gathers of rows for the gradients of weights add to a backward: each is beside the
         gradient of what the last matrix of its block reads.
         """
-        if module_spec.row_shares(tp_size) == 1:
+        if module_spec.row_shares(tp_size) == 1 or module_spec.float8:  # whose layers keep all rows
             return Polynomial()
         shape = LayerShape.of(module_spec, uses)
         ranks = range(self.first_rank, self.first_rank + tp_size)

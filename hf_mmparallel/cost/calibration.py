@@ -362,9 +362,9 @@ class CalibratedLayers:
         """See [`LayerCosts`]."""
         return CalibratedLayers(self.base.starting_at(first_rank), self.calibration)
 
-    def sharing_experts(self, spec: ModelSpec) -> CalibratedLayers:
+    def with_spec(self, spec: ModelSpec) -> CalibratedLayers:
         """See [`LayerCosts`]."""
-        return CalibratedLayers(self.base.sharing_experts(spec), self.calibration)
+        return CalibratedLayers(self.base.with_spec(spec), self.calibration)
 
 
 def without_calibration(costs: CostModel) -> CostModel:

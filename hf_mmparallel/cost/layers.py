@@ -129,8 +129,8 @@ class LayerCosts(Protocol):
         """Costs for tp groups from this rank of a node on, counted from 0; they may extend into the next node."""
         ...
 
-    def sharing_experts(self, spec: ModelSpec) -> LayerCosts:
-        """Costs for the model whose modules say which ranks share their experts."""
+    def with_spec(self, spec: ModelSpec) -> LayerCosts:
+        """Costs for the model whose modules say which ranks share their experts, and what they multiply in."""
         ...
 
 
@@ -149,9 +149,9 @@ class LayersWithout:
         """See [`LayerCosts`]."""
         return replace(self, layers=self.layers.starting_at(first_rank))
 
-    def sharing_experts(self, spec: ModelSpec) -> LayersWithout:
+    def with_spec(self, spec: ModelSpec) -> LayersWithout:
         """See [`LayerCosts`]."""
-        return replace(self, layers=self.layers.sharing_experts(spec))
+        return replace(self, layers=self.layers.with_spec(spec))
 
 
 PACKED_ATTENTION = "bitfield"  # the attention function that separates the samples of a packed row
@@ -185,17 +185,17 @@ class CostModel:
         return replace(self, spec=spec)
 
     def of_plan(self, plan: ParallelPlan) -> CostModel:
-        """The costs with the ranks that share experts in a plan."""
-        return self.sharing_experts({name: module.expert_ranks for name, module in plan.modules.items()})
+        """The costs with the ranks that share experts in a plan, and with its products in float8."""
+        return self.in_layout({n: (m.expert_ranks, bool(m.storage.float8)) for n, m in plan.modules.items()})
 
-    def sharing_experts(self, ranks: Mapping[str, tuple[int, ...]]) -> CostModel:
-        """The costs with the ranks, by module, that share the experts of a layer."""
-        key = tuple((name, of_module) for name, of_module in ranks.items() if of_module)
-        known = self.__dict__.setdefault("_sharing_experts", {(): self})  # one object for each, by which others cache
+    def in_layout(self, layouts: Mapping[str, tuple[tuple[int, ...], bool]]) -> CostModel:
+        """The costs with the ranks, by module, that share the experts of a layer, and whether it is in float8."""
+        key = tuple((name, *of_module) for name, of_module in layouts.items() if any(of_module))
+        known = self.__dict__.setdefault("_in_layout", {(): self})  # one object for each, by which others cache
         if key not in known:
-            shared = {name: self.spec.modules[name].sharing_experts(of_module) for name, of_module in key}
-            spec = replace(self.spec, modules={**self.spec.modules, **shared})
-            known[key] = replace(self, spec=spec, layers=self.layers.sharing_experts(spec))
+            modules = {name: self.spec.modules[name].in_layout(ranks, float8) for name, ranks, float8 in key}
+            spec = replace(self.spec, modules={**self.spec.modules, **modules})
+            known[key] = replace(self, spec=spec, layers=self.layers.with_spec(spec))
         return known[key]
 
 

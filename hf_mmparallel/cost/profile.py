@@ -263,10 +263,10 @@ class MeasuredLayers:
         placed.fallback, placed._known = self.fallback.starting_at(first_rank), {}
         return placed
 
-    def sharing_experts(self, spec: ModelSpec) -> MeasuredLayers:
+    def with_spec(self, spec: ModelSpec) -> MeasuredLayers:
         """See [`LayerCosts`]; what experts compute is measured where they are not shared."""
         shared = copy(self)
-        shared.fallback, shared._known = self.fallback.sharing_experts(spec), {}
+        shared.fallback, shared._known = self.fallback.with_spec(spec), {}
         return shared
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:

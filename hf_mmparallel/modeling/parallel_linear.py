@@ -152,7 +152,8 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, block: nn.Module |
             weight = as_multiplied(weight)
             output = summed_product(as_multiplied(input).to(weight.dtype), weight, name, block is not None)
         else:
-            output = sum_products(_product(layer)(input, weight, None), is_compiled or keeps_output)
+            stays = is_compiled or keeps_output or hasattr(layer, "float8")  # a view of an autograd function
+            output = sum_products(_product(layer)(input, weight, None), stays)
         return output if bias is None else output + bias  # which each rank has whole
 
     def sum_products(product: Tensor, stays: bool) -> Tensor:

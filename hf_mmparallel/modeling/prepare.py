@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..kernels.varlen_attention import attends_as_here
 from ..plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, parameter_shards
 from ..plan.checkpointing import SELECTIVE, Checkpointing
+from .float8 import use_float8
 from .spec import inside, layers_of, module_parts
 from .stages import ModuleStage
 from .state_heads import share_state_heads
@@ -142,6 +143,9 @@ def prepare_stages(
                 layers[index] = identity_layer(layers[index])
         if keep and any(feature.index is not None for feature in module.features):
             _pass_unowned_parts(model.get_submodule(module.tower), layers)
+        recipe = plan.modules[name].storage.float8
+        if keep and recipe is not None:
+            use_float8(layers, recipe)
         if keep and plan.modules[name].activation_checkpointing:
             own = (recomputation or Recomputation()).of(plan.modules[name].activation_checkpointing)
             enable_checkpointing(model, module.tower, module.stack, own)

@@ -10,6 +10,7 @@ graph of the backward is gone by then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -53,8 +54,13 @@ class Collector(Protocol):
 
 
 def use_products(layer: nn.Linear, collector: Collector | None = None) -> None:
-    """Lets a linear layer compute with [`multiply`], by its own forward or by one that another part has given it."""
-    layer.multiply = partial(multiply, layer=layer, collector=collector)  # type: ignore[assignment]
+    """Lets a linear layer compute with [`multiply`]."""
+    compute_by(layer, partial(multiply, layer=layer, collector=collector))
+
+
+def compute_by(layer: nn.Linear, product: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> None:
+    """Lets a linear layer compute with a product, by its own forward or by one that another part has given it."""
+    layer.multiply = product  # type: ignore[assignment]
     if "forward" not in vars(layer):
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
 

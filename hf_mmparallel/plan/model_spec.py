@@ -136,6 +136,8 @@ class ModuleSpec:
     balances_experts: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
     expert_ranks: tuple[int, ...] = ()
+    # in costs of a layout, whether linear layers in its layers multiply in float8
+    float8: bool = False
     # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
     hidden_shape: tuple[int, ...] = ()
 
@@ -202,12 +204,13 @@ class ModuleSpec:
         """Experts of each of its mixtures that ranks can share, 0 without any; a common divisor if they differ."""
         return math.gcd(*(parameter.num_experts for parameter in self.parameters))
 
-    def sharing_experts(self, ranks: tuple[int, ...]) -> ModuleSpec:
-        """A copy for costs of a layout in which ranks share the experts of a layer."""
-        parameters = (
-            p if p.shared_share is None else replace(p, active_share=p.shared_share) for p in self.parameters
-        )
-        return replace(self, parameters=tuple(parameters), expert_ranks=ranks)
+    def in_layout(self, expert_ranks: tuple[int, ...], float8: bool = False) -> ModuleSpec:
+        """A copy for costs of a layout in which ranks share the experts of a layer, and products are in float8."""
+        parameters = self.parameters
+        if expert_ranks:
+            shared = (p if p.shared_share is None else replace(p, active_share=p.shared_share) for p in parameters)
+            parameters = tuple(shared)
+        return replace(self, parameters=parameters, expert_ranks=expert_ranks, float8=float8)
 
     @cached_property
     def int8_weight(self) -> str | None:

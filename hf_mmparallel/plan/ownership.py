@@ -115,10 +115,10 @@ def _least_share(plan: ParallelPlan, name: str, spec: ModuleSpec, tied: Mapping[
     """The share of gradients that can be put off from which the stages of a module do so by default."""
     module = plan.modules[name]
     # inputs of linear layers stay, where recomputation or host memory would free them; and whole gradients of other
-    # matrices, such as those of experts, where ZeRO would divide them at once
+    # matrices, such as those of experts, where ZeRO would divide them at once; layers in float8 can't put off theirs
     inside = [p for p in spec.parameters if p.trainable and len(p.shape) > 1 and 0 <= p.layer < spec.num_layers]
     divides = module.sharding.zero_stage >= 2 and not all(can_put_off(spec, tied, p, p.layer) for p in inside)
-    frees = module.activation_checkpointing or module.storage.offload_activations
+    frees = module.activation_checkpointing or module.storage.offload_activations or module.storage.float8
     pays = plan.policy.splits_backward and not frees and not divides
     return MIN_WEIGHT_SHARE if pays else math.inf
 

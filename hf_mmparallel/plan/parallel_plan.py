@@ -21,6 +21,7 @@ from .reading import read_count, read_flag, read_list, read_mapping, read_microb
 StageKey = tuple[str, int, int]  # module, replica, stage
 CONTEXT_METHODS = ("lpt", "zigzag", "contiguous", "random")
 CONTEXT_MODES = ("auto", "row", "segments")
+FLOAT8_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 PARTLY = "partly"  # `trainable` in a plan file, for a stage with trained and frozen parameters
 
 
@@ -50,13 +51,15 @@ def _flag(words: str) -> Any:
 
 @dataclass(frozen=True)
 class StorageSettings:
-    """Precision and memory of a module's optimizer, frozen weights and activations, `storage` in a plan file."""
+    """Precision and memory of a module's optimizer, weights and activations, `storage` in a plan file."""
 
     # whether the optimizer updates float32 copies of trained 16-bit weights; `None`: it does
     master_weights: bool | None = None
     offload_optimizer: bool = _flag("optimizer on the CPU")  # its state and its step
     offload_params: bool = _flag("frozen weights in host memory")  # those of layers
     offload_activations: bool = _flag("activations in host memory")  # what layers save for the backward
+    # recipe of `torchao` by which linear layers multiply in float8
+    float8: str | None = field(default=None, metadata={"words": "products in float8"})
 
     @property
     def has_master_weights(self) -> bool:
@@ -66,7 +69,7 @@ class StorageSettings:
     @property
     def needs_engine(self) -> bool:
         """Whether it asks for something that the stock Trainer does not have."""
-        return bool(self.master_weights) or self.keeps_on_host
+        return bool(self.master_weights) or self.keeps_on_host or self.float8 is not None
 
     @property
     def keeps_on_host(self) -> bool:
@@ -560,6 +563,8 @@ def _read_module(data: Any, name: str) -> ModulePlan:
     storage = read_mapping(
         data.get("storage", {}), f"`storage` of `{name}`", (), [field.name for field in fields(StorageSettings)]
     )
+    if storage.get("float8") is not None:
+        reject_unknown_keys(f"`float8` of `{name}`", [storage["float8"]], FLOAT8_RECIPES)
     return ModulePlan(
         tuple(replicas),
         again,

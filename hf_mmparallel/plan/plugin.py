@@ -17,6 +17,7 @@ from .other_configs import deepspeed_settings, mesh_settings, read_deepspeed
 from .parallel_plan import (
     CONTEXT_METHODS,
     CONTEXT_MODES,
+    FLOAT8_RECIPES,
     ContextSettings,
     ModulePlan,
     ParallelPlan,
@@ -45,6 +46,7 @@ CHOSEN_BY_SEARCH = (
 )
 SHARDING = ("zero_stage", "shard_size", "reshard_after_forward")
 STORAGE = tuple(f.name for f in dataclasses.fields(StorageSettings))
+OFFLOADS = ("offload_optimizer", "offload_params", "offload_activations")
 NOT_SEARCHED = ("deepspeed",)
 # settings that a finished plan contains; the others are written beside the plan
 HELD_BY_PLAN = (
@@ -124,6 +126,11 @@ class ModulePlugin:
             Whether what the layers of this module save for the backward, with `activation_checkpointing` their inputs,
             is in host memory until then. It travels beside the computation. `offload` of
             `activation_checkpointing_kwargs` is the default of modules that recompute.
+        float8 (`str`, *optional*):
+            Recipe of `torchao` by which the linear layers in the layers of this module multiply in float8 where they
+            would in bfloat16: `"tensorwise"` is the fastest, `"rowwise"` rounds less, and `"rowwise_with_gw_hp"`
+            computes gradients of weights in bfloat16. GPUs need compute capability 8.9, and `torch_compile=True` to be
+            faster.
         learning_rate (`float`, *optional*):
             Learning rate of the module with its projector, at the top of the schedule, in place of that of the
             arguments; logged as `learning_rate/vision`.
@@ -168,6 +175,7 @@ class ModulePlugin:
     offload_optimizer: bool = False
     offload_params: bool = False
     offload_activations: bool = False
+    float8: str | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None
     deepspeed: str | dict[str, Any] | None = None
@@ -201,7 +209,8 @@ class ModulePlugin:
                 f"`vp_size={self.vp_size}` has no effect with `pp_size=1`, whose rank has all layers. Leave it out, "
                 "or use a `pp_size` above 1."
             )
-        for name, known in (("cp_method", CONTEXT_METHODS), ("cp_mode", CONTEXT_MODES)):
+        choices = {"cp_method": CONTEXT_METHODS, "cp_mode": CONTEXT_MODES, "float8": (None, *FLOAT8_RECIPES)}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)
         self._check_sharding()
@@ -211,6 +220,11 @@ class ModulePlugin:
             raise ValueError(
                 f"`activation_checkpointing={SELECTIVE!r}` can't be used with `{setting}`: {reason}. Use "
                 "`activation_checkpointing=True`, or leave one of them out."
+            )
+        if self.split_backward and self.float8 is not None:
+            raise ValueError(
+                f"`split_backward=True` can't be used with `float8={self.float8!r}`, whose layers compute all "
+                "gradients of a backward at once. Leave one of them out."
             )
         if self.cp_mode == "segments" and self.cp_method != "lpt":
             raise ValueError(
@@ -276,7 +290,7 @@ class ModulePlugin:
             for count in read_list(self.layers_per_stage, "`layers_per_stage`"):
                 read_count(count, "An entry of `layers_per_stage`")
         read_checkpointing(self.activation_checkpointing, "`activation_checkpointing`")
-        for name in ("reshard_after_forward", *STORAGE[1:]):
+        for name in ("reshard_after_forward", *OFFLOADS):
             read_flag(getattr(self, name), f"`{name}`")
         for name in ("master_weights", "split_backward"):
             if getattr(self, name) is not None:
@@ -284,7 +298,7 @@ class ModulePlugin:
         read_count(self.zero_stage, "`zero_stage`")
         if self.shard_size is not None:
             read_count(self.shard_size, "`shard_size`", 1)
-        for name in ("colocate_with", "attn_implementation"):
+        for name in ("colocate_with", "attn_implementation", "float8"):
             if getattr(self, name) is not None:
                 read_name(getattr(self, name), f"`{name}`")
         for name in ("learning_rate", "weight_decay"):

@@ -181,7 +181,7 @@ class StepBounds:
         key = name, layout.tp_size, layout.cp_size, layout.ep_size, layout.activation_checkpointing
         if key not in self._works:
             experts = tuple(range(layout.ep_size)) if layout.ep_size > 1 else ()
-            costs = self.problem.costs.sharing_experts({name: experts})
+            costs = self.problem.costs.in_layout({name: (experts, bool(layout.storage.float8))})
             self._works[key] = ModuleWork.of(costs, name, layout, self.batch, self._longest)
         return self._works[key]
 

@@ -226,7 +226,7 @@ class ModuleOptions:
     def costs(self, kind: ParallelConfig) -> CostModel:
         """The costs of a configuration, whose tp groups with shared experts are next to each other."""
         ranks = tuple(range(kind.ep_size)) if kind.ep_size > 1 else ()
-        return self.problem.costs.sharing_experts({self.name: ranks})
+        return self.problem.costs.in_layout({self.name: (ranks, bool(self.storage.float8))})
 
     @cached_property
     def plain_kinds(self) -> tuple[ParallelConfig, ...]:

@@ -126,7 +126,7 @@ def cut_by_work(gradients: PutOffGradients, count: int) -> list[PutOffGradients]
 def _computes_plainly(layer: nn.Linear) -> bool:
     """Whether a layer is a product with its weight alone, by the forward of its class or on shards of a tp group."""
     is_own = "forward" not in vars(layer) or hasattr(layer, "multiply") or hasattr(layer, "graph_inputs")
-    return type(layer) is nn.Linear and is_own and not is_parametrized(layer)
+    return type(layer) is nn.Linear and is_own and not is_parametrized(layer) and not hasattr(layer, "float8")
 
 
 def _add(parameter: Any, gradient: Tensor) -> None:

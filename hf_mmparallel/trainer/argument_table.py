@@ -190,8 +190,8 @@ LAUNCHER_VARIABLES: Mapping[str, Refused] = {
     ),
     "ACCELERATE_MIXED_PRECISION": Refused(
         lambda value: value.lower() in ("fp16", "fp8"),
-        "the loss scaler of fp16 lives in one backward, and stages are not converted to fp8",
-        "Launch with `--mixed_precision bf16`, or `no`.",
+        "the loss scaler of fp16 lives in one backward, and fp8 is a setting of modules",
+        "Launch with `--mixed_precision bf16`, or `no`, and use `float8` of modules.",
     ),
     "ACCELERATE_DYNAMO_BACKEND": Refused(
         lambda value: value.lower() not in ("", "no"),

@@ -38,6 +38,7 @@ from ..modeling.adapter import (
     wrap_with_adapters,
 )
 from ..modeling.compiled_layers import Compilation
+from ..modeling.float8 import check_float8
 from ..modeling.loading import build_on_meta, check_equal_models, checkpoint_files, load_layers
 from ..modeling.prepare import Recomputation
 from ..plan import (
@@ -390,6 +391,7 @@ def build_engine(
     _check_same_plan(plan, world)
     check_matrices(spec, plan)
     check_storage(spec, plan)
+    check_float8(plan, world.device, torch.bfloat16 if args.bf16 else prepared.model.dtype)
     check_host_memory(prepared.costs, plan, world)
     check_global_batch(plugin.modules, global_batch_size)
     if loss_function is not None:

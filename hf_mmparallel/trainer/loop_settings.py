@@ -104,8 +104,8 @@ def check_accelerator(accelerator: Accelerator) -> None:
         (
             accelerator.mixed_precision not in ("no", "bf16"),
             f"mixed_precision={accelerator.mixed_precision!r}",
-            "the loss scaler of fp16 lives in one backward, and stages are not converted to fp8",
-            'Use "bf16" or "no"',
+            "the loss scaler of fp16 lives in one backward, and fp8 is a setting of modules",
+            'Use "bf16" or "no", and `float8` of modules',
         ),
         (
             backend.lower() != "no",

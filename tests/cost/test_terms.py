@@ -21,7 +21,7 @@ from hf_mmparallel.schedule import Task
 from hf_mmparallel.schedule.kinds import WHOLE_PASSES
 from tests import tiny
 from tests.cost.messages import message_ms
-from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, model, text_model
+from tests.cost.models import HIDDEN, LAYER_MATRICES, LAYERS, PLAIN, WIDE, model, text_model
 from tests.schedule.builders import timeline_of
 
 LAUNCHING = replace(PLAIN, launch_us=10.0)
@@ -84,6 +84,26 @@ def test_float32_takes_its_own_peak():
     assert wide.forward.token > tf32.forward.token > layer_on().forward.token
     products = 2 * LAYER_MATRICES / 1e9 / PLAIN.matmul_efficiency
     assert wide.forward.token - tf32.forward.token == pytest.approx(products / 66.9 - products / 494.7)
+
+
+def test_linear_layers_in_float8_take_its_peak_and_keep_what_they_read():
+    def of(device, index, in_float8, spec=None):
+        costs = costs_on(device, spec)
+        costs = costs.in_layout({LANGUAGE_MODEL: ((), True)}) if in_float8 else costs
+        return costs.layers.layer(LANGUAGE_MODEL, index, 1)
+
+    thrice = replace(PLAIN, fp8_tflops=3 * PLAIN.bf16_tflops)
+    before, after = of(thrice, 0, False), of(thrice, 0, True)
+    for name in ("forward", "data_gradient", "weight_gradient"):
+        one, other = getattr(before, name), getattr(after, name)
+        assert one.token - other.token == pytest.approx(2 * LAYER_MATRICES / PLAIN.flops_per_ms * 2 / 3)
+        assert other.square == one.square  # attention's
+    assert before.activations == after.activations
+    # a product saves what it reads though its weight gets no gradient: what is normalized, and what is activated
+    kept = after.frozen_activations.token - before.frozen_activations.token
+    assert kept == 2 * (2 * HIDDEN + WIDE)
+    assert of(thrice, LAYERS, False) == of(thrice, LAYERS, True)  # the head
+    assert of(replace(PLAIN, fp8_tflops=None), 0, True).forward == before.forward
 
 
 def test_autocast_casts_weights_and_inputs():

@@ -97,7 +97,7 @@ def test_a_parameter_may_have_many_uses_and_experts_may_all_compute_all_tokens()
     assert set(shares.values()) == {0.5}
     llama = build_model_spec(hybrids.build("Llama4ForCausalLM")).language_model
     assert {p.active_share for p in llama.parameters} == {1.0} and llama.num_experts == 4
-    alone = llama.sharing_experts((0, 1))  # experts on different ranks compute the tokens that are theirs
+    alone = llama.in_layout((0, 1))  # experts on different ranks compute the tokens that are theirs
     assert {p.active_share for p in alone.parameters if p.num_experts} == {0.25}
 
 
