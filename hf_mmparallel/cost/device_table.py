@@ -53,7 +53,8 @@ _MICROSECONDS = _Range(0.3, 1000, "microseconds; 0 leaves it out", or_zero=True)
 _SHARE = _Range(0.005, 1, "(a share of the peak)")
 _COUNT = _Range(1, 2048, "(a number of them)")
 _RANGES = {
-    **dict.fromkeys((*PEAK_OF_DTYPE.values(), "fp8_tflops"), _TFLOPS),
+    **dict.fromkeys(PEAK_OF_DTYPE.values(), _TFLOPS),
+    "float8_speedup": _Range(1, 4, "(times 16-bit products)"),
     "memory_gib": _Range(1, 2048, "GiB (2^30 bytes)"),
     "memory_gb_per_s": _Range(5, 50_000, "GB/s (10^9 bytes a second)"),
     "link_gb_per_s": _Range(0.05, 5_000, "GB/s (10^9 bytes a second, one way)"),
@@ -73,7 +74,6 @@ _MAX_DIFFERENCE = 100  # maximum ratio between a number and that of the `like` d
 # two fields -> range of the ratio of the first to the second over all known devices
 _RATIOS = {
     ("fp16_tflops", "bf16_tflops"): (0.05, 50),
-    ("fp8_tflops", "bf16_tflops"): (1, 10),
     ("tf32_tflops", "bf16_tflops"): (0.02, 10),
     ("fp32_tflops", "bf16_tflops"): (0.003, 10),
     ("bf16_tflops", "memory_gb_per_s"): (0.0005, 2),

@@ -62,7 +62,8 @@ class Hardware:
         overlap_efficiency (`float`, *optional*, defaults to 0.6): Relative compute speed while a collective runs
             concurrently, whose kernels occupy multiprocessors and memory bandwidth.
         dtype (`str`, *optional*, defaults to `"bfloat16"`): Compute dtype, a key of [`PEAK_OF_DTYPE`].
-        fp8_tflops (`float`, *optional*): Peak of float8 products; `None` for a device without them.
+        float8_speedup (`float`, *optional*, defaults to 1): Speed of float8 products relative to 16-bit ones; 1 for a
+            device without them.
         aliases (`tuple[str, ...]`, *optional*): Other names, including those that drivers report.
         source (`str`, *optional*): Source of the numbers.
     """
@@ -96,7 +97,7 @@ class Hardware:
     memory_efficiency: float = 0.72
     overlap_efficiency: float = 0.6
     dtype: str = "bfloat16"
-    fp8_tflops: float | None = None
+    float8_speedup: float = 1.0
     aliases: tuple[str, ...] = ()
     source: str = ""
 
@@ -116,8 +117,8 @@ class Hardware:
 
     @property
     def float8_flops_per_ms(self) -> float:
-        """The same in float8; of a device without such products those that it computes instead."""
-        return self.flops_per_ms if self.fp8_tflops is None else self.fp8_tflops * 1e9 * self.matmul_efficiency
+        """The same in float8, in place of a 16-bit `dtype`."""
+        return self.flops_per_ms * self.float8_speedup
 
     def attention_flops_per_ms(self, attention: str) -> float:
         """FLOPs per millisecond that an attention function without a dense mask reaches."""

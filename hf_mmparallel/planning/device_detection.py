@@ -37,7 +37,7 @@ _TIMED = {
     "float32": (torch.float32, "ieee"),
 }
 _HOST_FIELDS = ("host_link_gb_per_s", "host_memory_gib", "host_memory_gb_per_s")
-_MIN_OVER_RANKS = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency")
+_MIN_OVER_RANKS = ("memory_gb_per_s", "link_gb_per_s", "overlap_efficiency", "float8_speedup")
 _MIN_OVER_RANKS += ("masked_attention_share", "block_attention_share")
 _MAX_OVER_RANKS = ("link_latency_us", "node_link_latency_us", "launch_us")
 # optional field of a device -> its default

@@ -136,7 +136,7 @@ class Settings:
         """The model with frozen parameters marked. Raises `ValueError` for modules that it does not have."""
         reject_unknown_keys("The model", list(self.plugin.modules), list(spec.modules))
         asking = next((name for name, module in self.plugin.modules.items() if module.float8 is not None), None)
-        if asking is not None and (self.device.fp8_tflops is None or self.dtype != "bfloat16"):
+        if asking is not None and (self.device.float8_speedup == 1 or self.dtype != "bfloat16"):
             raise ValueError(
                 f"`float8` of `{asking}` replaces products in bfloat16 on devices with float8 products, not in "
                 f"`{self.dtype}` on `{self.gpu_type}`. Leave it out, or use `dtype=bfloat16` and another device."

@@ -92,7 +92,7 @@ def test_linear_layers_in_float8_take_its_peak_and_keep_what_they_read():
         costs = costs.in_layout({LANGUAGE_MODEL: ((), True)}) if in_float8 else costs
         return costs.layers.layer(LANGUAGE_MODEL, index, 1)
 
-    thrice = replace(PLAIN, fp8_tflops=3 * PLAIN.bf16_tflops)
+    thrice = replace(PLAIN, float8_speedup=3.0)
     before, after = of(thrice, 0, False), of(thrice, 0, True)
     for name in ("forward", "data_gradient", "weight_gradient"):
         one, other = getattr(before, name), getattr(after, name)
@@ -103,7 +103,7 @@ def test_linear_layers_in_float8_take_its_peak_and_keep_what_they_read():
     kept = after.frozen_activations.token - before.frozen_activations.token
     assert kept == 2 * (2 * HIDDEN + WIDE)
     assert of(thrice, LAYERS, False) == of(thrice, LAYERS, True)  # the head
-    assert of(replace(PLAIN, fp8_tflops=None), 0, True).forward == before.forward
+    assert of(replace(PLAIN, float8_speedup=1.0), 0, True).forward == before.forward
 
 
 def test_autocast_casts_weights_and_inputs():
