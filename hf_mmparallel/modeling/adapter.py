@@ -14,6 +14,7 @@ from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
 from ..plan import ModelSpec
+from .expert_parallel import experts_of
 
 DEFAULT_NAME = "default"
 _PER_LAYER = {
@@ -288,7 +289,6 @@ REFUSED_WHEN_GIVEN = {
         "it trains single rows of an embedding",
         "Use `modules_to_save` for the whole embedding",
     ),
-    "target_parameters": ("it adapts parameters, not layers", "Name layers in `target_modules`"),
     "target_modules_to_tie": (
         "the adapters of two layers are one",
         "Use `ensure_weight_tying=False`",
@@ -396,7 +396,13 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
             raise ValueError(
                 f"`{setting}={value!r}` of the adapter `{name}` can't be laid out: {reason}. {remedy}, {_ALONE}."
             )
+    stacked = {id(adapter) for experts in experts_of(base).values() for adapter in experts.adapters}
     for path, layer in base.named_modules():
+        if hasattr(layer, "parameter_name") and id(layer) not in stacked:
+            raise ValueError(
+                f"`target_parameters` of the adapter `{name}` has `{layer.parameter_name}` of `{path}`, which is not "
+                f"one of experts that ranks can share. Name its layer in `target_modules`, {_ALONE}."
+            )
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None and not _name_of(variant).startswith("Dora"):
             raise ValueError(
@@ -409,7 +415,7 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
                 "`model.base_model.enable_adapter_layers()`."
             )
     for path, parameter in base.named_parameters():
-        if parameter.requires_grad and ".base_layer." in path:
+        if parameter.requires_grad and ".base_layer." in path and not adapter_names([path]):
             raise ValueError(
                 f"`{path}` is trainable in addition to its adapter, and `peft` does not save it. Freeze it, or use "
                 "`modules_to_save` in place of an adapter."
