@@ -129,7 +129,8 @@ def share_experts(
         for attribute, (dim, blocks) in own.items():
             owner, _, attribute = attribute.rpartition(".")
             parameters = caller.get_submodule(owner)._parameters
-            whole, placement = parameters[attribute], Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+            whole = parameters[attribute]
+            placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
             cut = nn.Parameter(distribute_tensor(whole, mesh, [placement], src_data_rank=None), whole.requires_grad)
             if not cut.is_meta:
                 give_own_memory(cut)

@@ -42,16 +42,17 @@ def stacked_adapters(module: Any) -> list[Any]:
 def own_weights(module: nn.Module, adapters: Sequence[Any] = ()) -> Iterator[None]:
     """Lets a module's code see what this rank has of its weights, as plain tensors, with what adapters add to them."""
     factors = [matrix for adapter in adapters for part in (adapter.lora_A, adapter.lora_B) for matrix in part.values()]
-    hidden = [(part, name) for part in (module, *factors) for name in part._parameters]
-    for part, name in hidden:
-        part.__dict__[name] = local(part._parameters[name])
+    hidden = [(part, dict(part.named_parameters(recurse=False))) for part in (module, *factors)]
+    for part, parameters in hidden:
+        part.__dict__.update({name: local(parameter) for name, parameter in parameters.items()})
     try:
         for adapter in adapters:
             _add_adapter(module, adapter)
         yield
     finally:
-        for part, name in hidden:
-            del part.__dict__[name]
+        for part, parameters in hidden:
+            for name in parameters:
+                del part.__dict__[name]
 
 
 def _add_adapter(module: nn.Module, adapter: Any) -> None:

@@ -239,14 +239,17 @@ def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
     return {f"{name}.{split}.{adapter}": style for adapter in getattr(layer, split, {})}
 
 
-def _factor_styles(adapter: Any, name: str, style: str) -> tuple[dict[str, str], set[str]]:
+def _factor_styles(adapter: Any, name: str, style: str | None) -> tuple[dict[str, str], set[str]]:
     """
     Maps a factor of an adapter of stacked weights, which is cut with them, to its style; and names those of the other
     one, whose gradients are shares.
     """
-    packed, by_columns = style.startswith("packed_") * "packed_", "colwise" in style
-    is_transposed = getattr(adapter.get_base_layer(), "is_transposed", False)
-    cut, whole, kind = ("A", "B", "rowwise") if by_columns == is_transposed else ("B", "A", "colwise")
+    module = adapter.get_base_layer()
+    style = _mended_style(module, adapter.parameter_name, style)
+    if style is None:
+        return {}, set()
+    is_transposed, packed = getattr(module, "is_transposed", False), "packed_" * style.startswith("packed_")
+    cut, whole, kind = ("A", "B", "rowwise") if ("colwise" in style) == is_transposed else ("B", "A", "colwise")
     named = {part: [f"{name}.lora_{part}.{own}.weight" for own in getattr(adapter, f"lora_{part}")] for part in "AB"}
     return dict.fromkeys(named[cut], packed + kind), {*named[whole]}
 
@@ -316,9 +319,7 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
         style = style_of(name)
         own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
         if hasattr(layer, "parameter_name"):
-            of_weight = f"{name}.{layer.parameter_name}"
-            found = _mended_style(layer.get_base_layer(), of_weight.rpartition(".")[2], style_of(of_weight))
-            factors, shares = _factor_styles(layer, name, found) if found is not None else ({}, set())
+            factors, shares = _factor_styles(layer, name, style_of(f"{name}.{layer.parameter_name}"))
             result.plan |= {factor: own for factor, own in factors.items() if factor in names}
             result.partial |= shares & names
             continue
@@ -462,8 +463,10 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
             others[name] = style
     apply_tensor_parallelism(model, mesh, others)
     for name, layer in modules.items():
-        if hasattr(layer, "parameter_name") and caller_name(name) == name and styles.partial.intersection(
-            f"{name}.{parameter}" for parameter, _ in layer.named_parameters()
+        if (
+            hasattr(layer, "parameter_name")
+            and caller_name(name) == name
+            and styles.partial.intersection(f"{name}.{parameter}" for parameter, _ in layer.named_parameters())
         ):
             add_own_parts(layer)
     _drop_full_storage(model, styles.plan)

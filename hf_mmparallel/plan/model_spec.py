@@ -45,13 +45,13 @@ class ParameterSpec:
     tp_dim: int | None = 0
     # equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor
     tp_blocks: int = 1
-    # experts, each of which has a slice, that expert parallelism can put on different ranks; 0 for what is not of experts
+    # experts, each of which has a slice, that expert parallelism can put on different ranks; 0 if it is not of experts
     num_experts: int = 0
     expert_dim: int = 0  # the dimension of these slices
     expert_blocks: int = 1  # equal blocks of that dimension, each of which has all experts, as of a factor of adapters
     # of experts, `active_share` where they are on different ranks, which compute a token's experts alone
     shared_share: float | None = None
-    # of the LoRA adapter that is added to it before a forward, so that it has a gradient though it is frozen; 0 without
+    # of the LoRA adapter that is added to it before a forward, so that it has a gradient though it is frozen
     adapter_rank: int = 0
 
     @property

@@ -30,11 +30,11 @@ from ..modeling import accuracy_and_entropy, given_loss, module_parts, prepare_s
 from ..modeling.adapter import Adapter
 from ..modeling.compiled_layers import Compilation, compile_layers
 from ..modeling.expert_parallel import ExpertLoad, load_excess, share_experts
-from ..modeling.stacked_adapters import caller_name
 from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
 from ..modeling.router_loss import RouterLoss
 from ..modeling.sequence_parallel import keep_rows_split
+from ..modeling.stacked_adapters import caller_name
 from ..modeling.stages import cast_values
 from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
