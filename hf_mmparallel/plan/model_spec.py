@@ -51,8 +51,12 @@ class ParameterSpec:
     expert_blocks: int = 1  # equal blocks of that dimension, each of which has all experts, as of a factor of adapters
     # of experts, `active_share` where they are on different ranks, which compute a token's experts alone
     shared_share: float | None = None
-    # of the LoRA adapter that is added to it before a forward, so that it has a gradient though it is frozen
+    # of the LoRA adapter that is added to a copy of it in each forward, which has a gradient though it is frozen
     adapter_rank: int = 0
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.trainable or self.adapter_rank > 0
 
     @property
     def is_factor(self) -> bool:
