@@ -37,10 +37,11 @@ class Matrix:
     copies: float  # active experts of a token
     num_experts: int
     num_elements: int  # of all experts
-    trained: bool  # whether the matrix itself gets a gradient
+    trained: bool  # whether the matrix itself gets a gradient, or the copy of it with what an adapter adds
     value_bytes: int  # of an element
     adapter_bytes: int = 0  # of an element of its adapter, 0 without one
     adapter_rank: int = 0
+    is_copied: bool = False  # with what an adapter adds to it
 
     def saves_input(self, precision: Precision) -> bool:
         """Returns whether autograd saves its input. (A LoRA adapter in a wider dtype saves a cast copy.)"""
@@ -83,18 +84,21 @@ class LayerShape:
     module_spec: ModuleSpec
     matrices: tuple[Matrix, ...]
     norms: tuple[Norm, ...]
+    factors: tuple[tuple[int, int], ...] = ()  # elements, and bytes of each, of factors of adapters of experts
 
     @classmethod
     def of(cls, module_spec: ModuleSpec, uses: Sequence[ParameterUse]) -> LayerShape:
         """Builds it from the parameters that the layer reads."""
         names = {use.parameter.name for use in uses}
         matrices: dict[str, Matrix] = {}
-        norms = []
+        norms, factors = [], []
         for use in uses:
             p = use.parameter
             num_bytes = DTYPE_BYTES.get(p.dtype, FULL)
             adapter = _ADAPTER.search(p.name)
-            if adapter is not None:
+            if p.is_factor:
+                factors.append((p.num_elements, num_bytes))
+            elif adapter is not None:
                 owner = p.name[: adapter.start()]
                 if owner in matrices and adapter.group(1) == "A":
                     matrices[owner] = replace(matrices[owner], adapter_bytes=num_bytes, adapter_rank=p.shape[0])
@@ -105,12 +109,15 @@ class LayerShape:
                 name = _WRAPPED.sub("", p.name)
                 rows, columns = (p.shape[0], p.shape[2]) if is_depthwise else p.shape[-2:]
                 copies = count * p.active_share
-                keeps_input = p.trainable or (module_spec.float8 and 0 <= p.layer < module_spec.num_layers)
-                matrices[name] = Matrix(name, (rows, columns), copies, count, p.num_elements, keeps_input, num_bytes)
+                in_float8 = module_spec.float8 and len(p.shape) == 2 and 0 <= p.layer < module_spec.num_layers
+                keeps_input, is_copied = p.has_gradient or in_float8, p.adapter_rank > 0
+                matrices[name] = Matrix(
+                    name, (rows, columns), copies, count, p.num_elements, keeps_input, num_bytes, is_copied=is_copied
+                )
             elif len(p.shape) == 1 and p.name.endswith("weight"):
                 bias = p.name.removesuffix("weight") + "bias"
                 norms.append(Norm(p.name, p.shape[0], p.trainable, bias not in names))
-        return cls(module_spec, tuple(matrices.values()), tuple(norms))
+        return cls(module_spec, tuple(matrices.values()), tuple(norms), tuple(factors))
 
     @cached_property
     def attention(self) -> tuple[Matrix, ...]:
@@ -170,7 +177,7 @@ def saved_activations(
         saved += Polynomial(token=_inputs_saved(shape.module_spec, group, precision, tp_size))
     for group in shape.feed_forwards:
         saved += Polynomial(token=_feed_forward_saved(module_spec, group, precision, engine) / tp_size)
-    return saved + Polynomial(constant=_cast_weights(shape.matrices, precision) / tp_size)
+    return saved + Polynomial(constant=_copied_weights(shape, precision, tp_size))
 
 
 def kept_activations(
@@ -364,10 +371,13 @@ def _feed_forward_saved(
     return values * precision.compute
 
 
-def _cast_weights(matrices: Sequence[Matrix], precision: Precision) -> float:
-    """Bytes of the cast copies of matrices that autograd saves until the backward."""
-    cast = [matrix for matrix in matrices if matrix.value_bytes > precision.compute]
-    return float(precision.compute * sum(matrix.num_elements for matrix in cast))
+def _copied_weights(shape: LayerShape, precision: Precision, tp_size: int) -> float:
+    """Bytes of copies of matrices, cast or with adapters, that autograd saves on a rank until the backward."""
+    copied = [matrix for matrix in shape.matrices if matrix.is_copied or matrix.value_bytes > precision.compute]
+    shared = sum(matrix.num_elements for matrix in copied if matrix.num_experts > 1) * precision.compute
+    shared += sum(count for count, num_bytes in shape.factors if num_bytes > precision.stream) * precision.stream
+    others = sum(matrix.num_elements for matrix in copied if matrix.num_experts == 1) * precision.compute
+    return others / tp_size + shared / (len(shape.module_spec.expert_ranks) or tp_size)
 
 
 def _saved_before_layers(
@@ -390,7 +400,7 @@ def _saved_after_layers(shape: LayerShape, precision: Precision, engine: Engine)
             token += share * columns * precision.compute
         if matrix is not shape.matrices[-1]:
             token += share * matrix.shape[0] * precision.compute
-    return Polynomial(token=token, constant=_cast_weights(shape.matrices, precision))
+    return Polynomial(token=token, constant=_copied_weights(shape, precision, 1))
 
 
 def chain_widths(shape: LayerShape) -> list[tuple[float, int]]:
@@ -435,6 +445,11 @@ def transient_memory(
         forwards.append(Polynomial(token=wide * (3 if gated else 2)))
         # The gradients of the activation function's input and output; the input of the last matrix is freed by then.
         backwards.append(Polynomial(token=wide * ((3 if gated else 2) - last.saves_input(precision))))
+        # a copy with what an adapter adds, and its gradient
+        ranks = len(module_spec.expert_ranks) or tp_size
+        copied = [matrix.num_elements / ranks for matrix in group if matrix.is_copied]
+        forwards[-1] += Polynomial(constant=sum(copied) * precision.stream)
+        backwards[-1] += Polynomial(constant=max(copied, default=0.0) * precision.compute)
     if shape.attention:
         split = tp_size if is_split(shape.attention) else 1
         *inner, last = shape.attention

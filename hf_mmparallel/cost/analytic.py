@@ -272,13 +272,16 @@ class AnalyticLayers:
         )
         cast_ms = _cast_bytes(uses, shares, precision) / self.device.memory_bytes_per_ms
         launch_ms = work.num_kernels * self.device.launch_us / 1e3 if uses else 0.0
+        added_ms, of_factors_ms = self._added_ms(uses, shares)
         # the product of each matrix, and the addition to its gradient
         weight_launch_ms = 2 * len(LayerShape.of(module_spec, uses).matrices) * self.device.launch_us / 1e3
         travels = self._travels(module_spec, uses, tp_size) if inside else Polynomial()
         return LayerCost(
-            forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms),
+            forward=Polynomial(attention_ms, products_ms + moved_ms, read_ms + added_ms),
             data_gradient=Polynomial(
-                ATTENTION_BACKWARD * attention_ms, products_ms + ELEMENTWISE_BACKWARD * moved_ms, read_ms
+                ATTENTION_BACKWARD * attention_ms,
+                products_ms + ELEMENTWISE_BACKWARD * moved_ms,
+                read_ms + of_factors_ms,
             ),
             weight_gradient=Polynomial(0.0, products_ms, written_ms),
             activations=saved,
@@ -288,8 +291,20 @@ class AnalyticLayers:
             sums=self._sums(module_spec, uses, index, tp_size, products_ms),
             travels=(travels, travels),
             gathers=self._gathers(module_spec, uses, tp_size, products_ms) if inside else Polynomial(),
-            elementwise=Polynomial(attention_ms * (module_spec.attention == "eager"), moved_ms, cast_ms),
+            elementwise=Polynomial(attention_ms * (module_spec.attention == "eager"), moved_ms, cast_ms + added_ms),
         )
+
+    def _added_ms(self, uses: Sequence[ParameterUse], shares: Mapping[str, float]) -> tuple[float, float]:
+        """
+        Milliseconds of a chunk in which products of factors are added to copies of weights, and in which the gradients
+        of the factors are computed from those of the copies.
+        """
+        adapted = [use.parameter for use in uses if use.parameter.adapter_rank]
+        elements = [(p, shares[p.name] * p.num_elements) for p in adapted]
+        product_ms = sum(2.0 * p.adapter_rank * count for p, count in elements) / self.device.flops_per_ms
+        moved = sum(2.0 * DTYPE_BYTES.get(p.dtype, FULL) * count for p, count in elements)  # a read for each factor
+        moved_ms = moved / self.device.memory_bytes_per_ms
+        return product_ms + moved_ms, 2 * product_ms + moved_ms
 
     def _products_ms(
         self,

@@ -37,13 +37,13 @@ def trainable_share(spec: ModelSpec, module: str, index: int) -> float:
     if not any(elements for _, elements in active):
         lookups = [use.parameter.trainable for use, _ in active if use.parameter.is_lookup]
         return sum(lookups) / len(lookups) if lookups else 0.0
-    trained = sum(elements for use, elements in active if use.parameter.trainable)
+    trained = sum(elements for use, elements in active if use.parameter.has_gradient)
     return trained / sum(elements for _, elements in active) if trained else 0.0
 
 
 def linear_share(spec: ModelSpec, module: str, index: int) -> float:
     """Share of the trained matrix elements of a layer whose gradients can be put off: those of linear layers."""
-    trained = [(use, elements) for use, elements in active_elements(spec, module, index) if use.parameter.trainable]
+    trained = [(use, elements) for use, elements in active_elements(spec, module, index) if use.parameter.has_gradient]
     linear = (
         elements for use, elements in trained if can_put_off(spec.modules[module], spec.tied, use.parameter, index)
     )

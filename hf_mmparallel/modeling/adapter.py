@@ -14,17 +14,18 @@ from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
 from ..plan import ModelSpec
+from .expert_parallel import experts_of
 
 DEFAULT_NAME = "default"
 _PER_LAYER = {
-    "target_modules", "exclude_modules", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "layers_to_transform",
-    "layers_pattern", "base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping",
+    "target_modules", "target_parameters", "exclude_modules", "r", "lora_alpha", "rank_pattern", "alpha_pattern",
+    "layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision", "inference_mode",
+    "peft_version", "auto_mapping",
 }  # fmt: skip
 # Setting that can't be restricted to a module -> remedy.
 REFUSED = {
     "modules_to_save": "Leave these parts out of `freeze` instead; they are then trained and saved with the adapter",
     "trainable_token_indices": "Use `peft` without it",
-    "target_parameters": "Name layers in `target_modules`",
     "layer_replication": "Use `peft` without it",
     "megatron_config": "Use `tp_size` of the module",
     "alora_invocation_tokens": "Use `peft` without it",
@@ -57,12 +58,13 @@ def merge_configs(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> An
     reject_unknown_keys("The model", list(configs), list(spec.modules))
     parsed = {name: _parse(name, config) for name, config in configs.items()}
     _check_common(parsed)
-    ranks: dict[str, tuple[int, float]] = {}
+    layers, parameters = dict[str, tuple[int, float]](), dict[str, tuple[int, float]]()
     for name, config in parsed.items():
-        ranks |= _targets(model, name, config, _layers(model, spec, name), spec.modules[name].tower)
+        parameters |= _target_parameters(model, spec, name, config)
+        layers |= _targets(model, name, config, _layers(model, spec, name), spec.modules[name].tower)
     # all target layers, with patterns where ranks and scales differ: `PeftModel.from_pretrained(base, folder)` reads
     # that
-    return _merge(next(iter(parsed.values())), ranks, getattr(model, "name_or_path", None))
+    return _merge(next(iter(parsed.values())), layers, parameters, getattr(model, "name_or_path", None))
 
 
 def add_adapters(model: Any, spec: ModelSpec, configs: Mapping[str, Any]) -> Adapter:
@@ -141,13 +143,12 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
     """Maps each layer of the module that the config targets to its rank and alpha."""
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
-    from peft.utils.other import get_pattern_key
 
     layers = {name: layer for name, layer in model.named_modules() if name in names}
     wanted = config.target_modules
     if wanted is None:
         family = getattr(getattr(model.get_submodule(tower), "config", None), "model_type", "")
-        wanted = DEFAULTS.get(family)
+        wanted = DEFAULTS.get(family, [] if config.target_parameters else None)
         if wanted is None:
             raise ValueError(
                 f"`peft` has no default `target_modules` for module `{module}` (`{family}`). Name its layers, such as "
@@ -159,11 +160,41 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
         targets = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and layer is not head]
     else:
         targets = [name for name in layers if check_target_module_exists(config, name)]
-    if not targets:
+    if not targets and (wanted or not config.target_parameters):
         raise ValueError(
             f"`target_modules={wanted!r}` matches no layer of module `{module}`, such as `{min(layers)}`. "
             f"Name layers of this module."
         )
+    return _with_ranks(config, targets)
+
+
+def _target_parameters(model: Any, spec: ModelSpec, module: str, config: Any) -> dict[str, tuple[int, float]]:
+    """Maps each weight of experts in the module that the config targets to its rank and alpha."""
+    wanted, own = config.target_parameters or (), [p.name for p in spec.modules[module].parameters]
+    targets = {target: [name for name in own if f".{name}".endswith(f".{target}")] for target in wanted}
+    stacked = {f"{name}.{parameter}" for name, experts in experts_of(model).items() for parameter in experts.cuts}
+    for target, names in targets.items():
+        other = next((name for name in names if name not in stacked), None)
+        if not names:
+            raise ValueError(
+                f"`target_parameters` of module `{module}` has `{target}`, which matches none of its parameters, such "
+                f"as `{own[0]}`. Name the weights of experts of this module."
+            )
+        if other is not None:
+            raise ValueError(f"{_not_of_experts(module, other)}.")
+    return _with_ranks(config, [name for names in targets.values() for name in names])
+
+
+def _not_of_experts(owner: str, parameter: str) -> str:
+    return (
+        f"`target_parameters` of `{owner}` has `{parameter}`, which is not of experts that ranks can share. Name its "
+        "layer in `target_modules`"
+    )
+
+
+def _with_ranks(config: Any, targets: Iterable[str]) -> dict[str, tuple[int, float]]:
+    from peft.utils.other import get_pattern_key
+
     return {
         name: (
             config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r),
@@ -173,9 +204,15 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
     }
 
 
-def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None) -> Any:
+def _merge(
+    config: Any,
+    layers: Mapping[str, tuple[int, float]],
+    parameters: Mapping[str, tuple[int, float]],
+    base: str | None,
+) -> Any:
     from peft import LoraConfig
 
+    ranks = {**layers, **parameters}
     common = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
     for name in (*_PER_LAYER, "peft_type"):
         common.pop(name, None)
@@ -184,7 +221,8 @@ def _merge(config: Any, ranks: Mapping[str, tuple[int, float]], base: str | None
         **common,
         r=r,
         lora_alpha=alpha,
-        target_modules=list(ranks),
+        target_modules=list(layers),
+        target_parameters=list(parameters) or None,
         rank_pattern={re.escape(name): rank for name, (rank, _) in ranks.items() if rank != r},
         alpha_pattern={re.escape(name): scale for name, (_, scale) in ranks.items() if scale != alpha},
         base_model_name_or_path=base or None,
@@ -288,7 +326,6 @@ REFUSED_WHEN_GIVEN = {
         "it trains single rows of an embedding",
         "Use `modules_to_save` for the whole embedding",
     ),
-    "target_parameters": ("it adapts parameters, not layers", "Name layers in `target_modules`"),
     "target_modules_to_tie": (
         "the adapters of two layers are one",
         "Use `ensure_weight_tying=False`",
@@ -396,7 +433,10 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
             raise ValueError(
                 f"`{setting}={value!r}` of the adapter `{name}` can't be laid out: {reason}. {remedy}, {_ALONE}."
             )
+    stacked = {id(adapter) for experts in experts_of(base).values() for adapter in experts.adapters}
     for path, layer in base.named_modules():
+        if hasattr(layer, "parameter_name") and id(layer) not in stacked:
+            raise ValueError(f"{_not_of_experts(name, f'{path}.{layer.parameter_name}')}, {_ALONE}.")
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None and not _name_of(variant).startswith("Dora"):
             raise ValueError(
@@ -409,7 +449,7 @@ def _check_layers(base: Any, name: str, config: Any) -> None:
                 "`model.base_model.enable_adapter_layers()`."
             )
     for path, parameter in base.named_parameters():
-        if parameter.requires_grad and ".base_layer." in path:
+        if parameter.requires_grad and ".base_layer." in path and not adapter_names([path]):
             raise ValueError(
                 f"`{path}` is trainable in addition to its adapter, and `peft` does not save it. Freeze it, or use "
                 "`modules_to_save` in place of an adapter."

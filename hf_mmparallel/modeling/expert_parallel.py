@@ -17,6 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,21 +25,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..kernels.row_exchange import Layout, RowExchange, layout_of
 from ..world import run_collective
+from .stacked_adapters import caller_name, own_weights, stacked_adapters
 from .tp_collectives import Sum, SumGradients
-from .unowned import give_own_memory, local, whole_shape
+from .unowned import give_own_memory, whole_shape
 
 _MARK = "_is_expert_parallel"  # attribute of modules with `use_experts_implementation`
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of tokens and weights, by their number
 
 
-def experts_of(model: nn.Module) -> dict[str, Any]:
-    """Name -> module of the experts that ranks can share: each of its tensors has a slice for each of them."""
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a layer that ranks can share."""
+
+    module: Any  # each of its tensors has a slice for each of them
+    adapters: tuple[Any, ...] = ()  # of its tensors, the outermost first
+
+    @property
+    def caller(self) -> Any:
+        """What a model calls: the module, or the outermost adapter around it."""
+        return self.adapters[0] if self.adapters else self.module
+
+    @property
+    def cuts(self) -> dict[str, tuple[int, int]]:
+        """Parameter, as the caller names it -> the dimension that has the experts, and its blocks that have all."""
+        count = self.module.num_experts
+        blocks = {id(p): whole_shape(p)[1] // count for part in self.adapters for p in part.lora_B.parameters()}
+        return {
+            name: (1, blocks[id(parameter)]) if id(parameter) in blocks else (0, 1)
+            for name, parameter in self.caller.named_parameters()
+        }
+
+    @property
+    def adapter_ranks(self) -> dict[str, int]:
+        """Parameter, as the caller names it -> the rank of its adapter."""
+        prefix = "base_layer." * len(self.adapters)
+        return {f"{prefix}{part.parameter_name}": next(iter(part.r.values())) for part in self.adapters}
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """Name, by which a model calls them -> the experts that ranks can share."""
+    modules = dict(model.named_modules())
     return {
-        name: module
-        for name, module in model.named_modules()
+        caller_name(name): Experts(module, tuple(stacked_adapters(modules[caller_name(name)])))
+        for name, module in modules.items()
         if hasattr(module, "num_experts")
         and list(module.parameters())
         and all(whole_shape(parameter)[:1] == (module.num_experts,) for parameter in module.parameters())
@@ -46,15 +79,20 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def gets_every_token(experts: nn.Module) -> bool:
+    """Whether experts are not told which tokens are theirs, which all of them multiply (Llama 4)."""
+    shapes = {len(whole_shape(weight)) for weight in experts.parameters(recurse=False)}
+    return shapes == {3} and len(inspect.signature(type(experts).forward).parameters) == 2
+
+
 def takes_blocks(experts: nn.Module) -> bool:
     """
     Whether experts take a row of each token for each of them, `[E * T, D]`, by expert, and return as many. Without
     biases they add nothing where a row is zero: the router has weighed the rows, those of other experts with zero.
     """
-    shapes = {name: whole_shape(weight) for name, weight in experts.named_parameters(recurse=False)}
-    num_arguments = len(inspect.signature(type(experts).forward).parameters) - 1
-    if num_arguments != 1 or {len(shape) for shape in shapes.values()} != {3}:
+    if not gets_every_token(experts):
         return False
+    shapes = {name: whole_shape(weight) for name, weight in experts.named_parameters(recurse=False)}
     weights = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     num_experts = next(iter(shapes.values()))[0]
 
@@ -75,30 +113,35 @@ def share_experts(
     mesh: DeviceMesh,  # of all ranks that share them, by tp group
     tp_group: dist.ProcessGroup | None,  # ranks with the same tokens, `None` for one
     row_group: dist.ProcessGroup | None,  # of this rank in each of several such groups
-    has_backward: Callable[[str], bool] = lambda name: True,  # whether a pass may reach these experts backwards
+    has_backward: Callable[[str], bool] = lambda name: True,  # whether a pass may reach such a parameter backwards
 ) -> None:
     """
     Gives this rank its experts, in place: their parameters become `DTensor`s, and their forward gets and returns all
     tokens of this rank. All ranks of the mesh hold the same weights and call this.
     """
     for name, experts in experts_of(model).items():
-        own = [attribute for attribute, _ in experts.named_parameters() if f"{name}.{attribute}" in names]
+        own = {attribute: cut for attribute, cut in experts.cuts.items() if f"{name}.{attribute}" in names}
         if not own:
             continue
-        num_experts, forward = experts.num_experts, experts.forward
-        by_block = takes_blocks(experts)
-        experts.num_experts //= mesh.size()
-        for attribute in own:
-            whole = experts._parameters[attribute]
-            cut = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None), whole.requires_grad)
+        module, caller = experts.module, experts.caller
+        num_experts, forward = module.num_experts, module.forward
+        by_block = takes_blocks(module)
+        for attribute, (dim, blocks) in own.items():
+            owner, _, attribute = attribute.rpartition(".")
+            parameters = caller.get_submodule(owner)._parameters
+            whole = parameters[attribute]
+            placement = Shard(dim) if blocks == 1 else _StridedShard(dim, split_factor=blocks)
+            cut = nn.Parameter(distribute_tensor(whole, mesh, [placement], src_data_rank=None), whole.requires_grad)
             if not cut.is_meta:
                 give_own_memory(cut)
-            experts._parameters[attribute] = cut
+            parameters[attribute] = cut
+        for part in (module, *experts.adapters):
+            part.num_experts //= mesh.size()
         if by_block:
-            forward = functools.partial(_forward_pairs, experts, forward)
-        rank = mesh.get_local_rank()
-        experts.shared = SharedExperts(experts, forward, rank, tp_group, row_group, has_backward(name))
-        experts.forward = functools.partial(_share_blocks, experts.shared, num_experts) if by_block else experts.shared
+            forward = functools.partial(_forward_pairs, module, forward)
+        rank, reaches = mesh.get_local_rank(), has_backward(f"{name}.{next(iter(own))}")
+        caller.shared = SharedExperts(experts, forward, rank, tp_group, row_group, reaches)
+        caller.forward = functools.partial(_share_blocks, caller.shared, num_experts) if by_block else caller.shared
 
 
 def _share_blocks(shared: SharedExperts, num_experts: int, rows_BD: Tensor) -> Tensor:
@@ -163,18 +206,18 @@ class SharedExperts:
 
     def __init__(
         self,
-        experts: Any,
+        experts: Experts,
         forward: Callable[[Tensor, Tensor, Tensor], Tensor],  # of pairs of a token and an expert
         rank: int,  # in the group that shares them
         tp_group: dist.ProcessGroup | None,
         row_group: dist.ProcessGroup | None,
         has_backward: bool,
     ):
-        self._experts, self._forward = experts, forward
+        self._experts, self._num_experts, self._forward = experts, experts.module.num_experts, forward
         self._tp_group, self._row_group = tp_group, row_group
         self._tp_size = 1 if tp_group is None else tp_group.size()
         self._tp_rank = rank % self._tp_size
-        self._first = rank * experts.num_experts
+        self._first = rank * self._num_experts
         # All ranks take part in a backward or none, whether or not what they compute needs it for itself.
         self._anchor = torch.zeros(0, requires_grad=True) if has_backward else None
 
@@ -189,20 +232,20 @@ class SharedExperts:
     def _add_up(self, hidden_RD: Tensor, index_RK: Tensor, weights_RK: Tensor) -> Tensor:
         """Returns what the experts of this rank add to the tokens."""
         index_RK = index_RK - self._first
-        row_P, slot_P = ((index_RK >= 0) & (index_RK < self._experts.num_experts)).nonzero(as_tuple=True)
+        row_P, slot_P = ((index_RK >= 0) & (index_RK < self._num_experts)).nonzero(as_tuple=True)
         hidden_PD, index_P1 = hidden_RD[row_P], index_RK[row_P, slot_P, None]
         weights_P1 = weights_RK[row_P, slot_P, None]
         if not len(row_P):  # all have gradients of zeros, so that this rank takes part in the sums of those of others
             hidden_PD = hidden_RD.sum(0, keepdim=True)
             index_P1, weights_P1 = index_P1.new_zeros(1, 1), weights_P1.sum().view(1, 1)
-        with self._own_weights():
+        with own_weights(self._experts.module, self._experts.adapters):
             added_PD = self._forward(hidden_PD, index_P1, weights_P1)[: len(row_P)]
         return _sum_by_row(added_PD, row_P, len(hidden_RD)).to(hidden_RD.dtype)
 
     def _send_and_add_up(self, hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """The same for tokens of all rows: sends those of this rank, and returns what other ranks add to them."""
         group, num_rows = self._row_group, self._row_group.size()  # type: ignore[union-attr]
-        owner_TK = index_TK // self._experts.num_experts
+        owner_TK = index_TK // self._num_experts
         rows = torch.arange(num_rows, device=index_TK.device) * self._tp_size + self._tp_rank
         is_sent = (owner_TK[None] == rows[:, None, None]).any(-1)
         token = is_sent.nonzero()[:, 1]  # by row
@@ -213,17 +256,6 @@ class SharedExperts:
         added_RD = self._add_up(*arrived)  # type: ignore[misc]
         (added,) = RowExchange.apply(None, group, received, sent, layout[:1], added_RD)  # type: ignore[misc]
         return _sum_by_row(added, token, len(hidden_TD)).to(hidden_TD.dtype)
-
-    @contextmanager
-    def _own_weights(self) -> Iterator[None]:
-        """Lets the model's code see the weights of this rank's experts as plain tensors."""
-        names = list(self._experts._parameters)
-        self._experts.__dict__.update({name: local(self._experts._parameters[name]) for name in names})
-        try:
-            yield
-        finally:
-            for name in names:
-                del self._experts.__dict__[name]
 
 
 def _sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:

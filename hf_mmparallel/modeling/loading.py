@@ -71,7 +71,7 @@ def _without_adapters(model: nn.Module) -> Iterator[None]:
         parent, _, attribute = name.rpartition(".")
         model.get_submodule(parent)._modules[attribute] = layer
 
-    for name, layer in layers:
+    for name, layer in reversed(layers):  # from the innermost of those around the same layer
         put(name, layer.base_layer)
     try:
         yield

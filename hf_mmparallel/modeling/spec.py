@@ -22,7 +22,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from ..kernels.recurrent_layers import LONE_LAYERS, RECURRENT_LAYERS, attends, recurrent_mixers
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from ..plan.model_spec import LayerKind, Uses
-from .expert_parallel import experts_of
+from .expert_parallel import experts_of, gets_every_token
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
 from .shared_tokens import can_share_tokens
@@ -235,7 +235,10 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
     stacks = {name: find_stack(model, part.tower) for name, part in parts.items()}
     locations = _parameter_locations(model, parts, stacks)
     by_module: dict[str, list[ParameterSpec]] = {name: [] for name in parts}
-    experts = {id(p): module.num_experts for module in experts_of(model).values() for p in module.parameters()}
+    experts, adapter_ranks = dict[str, tuple[int, int, int]](), dict[str, int]()
+    for name, own in experts_of(model).items():
+        experts |= {f"{name}.{attribute}": (own.module.num_experts, *cut) for attribute, cut in own.cuts.items()}
+        adapter_ranks |= {f"{name}.{attribute}": rank for attribute, rank in own.adapter_ranks.items()}
     shares = {
         f"{part.tower}.{name}": share
         for part in parts.values()
@@ -247,11 +250,20 @@ def build_model_spec(model: PreTrainedModel) -> ModelSpec:
         dtype = str(parameter.dtype).removeprefix("torch.")
         shape = tuple(whole_shape(parameter))
         chosen = _chosen_share(model, name, shape)
-        active = shares.get(name, 1.0 if _has_every_token(model, name, shape) else chosen)
-        trainable, num_experts = bool(parameter.requires_grad), experts.get(id(parameter), 0)
-        shared = chosen if num_experts else None
+        every = len(shape) == 3 and gets_every_token(model.get_submodule(name.rpartition(".")[0]))
+        num_experts, dim, blocks = experts.get(name, (0, 0, 1))
         entry = ParameterSpec(
-            name, shape, layer, dtype, trainable, active, num_experts=num_experts, shared_share=shared
+            name,
+            shape,
+            layer,
+            dtype,
+            bool(parameter.requires_grad),
+            shares.get(name, 1.0 if every else chosen),
+            num_experts=num_experts,
+            expert_dim=dim,
+            expert_blocks=blocks,
+            shared_share=chosen if num_experts else None,
+            adapter_rank=adapter_ranks.get(name, 0),
         )
         by_module[module].append(entry)
     modules = {
@@ -292,12 +304,6 @@ def _chosen_share(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> 
     if not is_expert or not num_experts or not isinstance(num_active, int):
         return 1.0
     return min(1.0, num_active / num_experts)
-
-
-def _has_every_token(model: PreTrainedModel, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a parameter multiplies every token: of experts that are not told which tokens are theirs (Llama 4)."""
-    forward = type(model.get_submodule(name.rpartition(".")[0])).forward
-    return len(shape) == 3 and ".experts." in name and len(inspect.signature(forward).parameters) == 2
 
 
 def _parameter_locations(

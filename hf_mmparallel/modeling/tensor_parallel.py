@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..plan import LANGUAGE_MODEL, ModelSpec, ModuleSpec
 from .parallel_linear import HEAD_STYLES, LOOKUP_STYLE, SharedInput, has_plain_form, use_plain_tensors
 from .sequence_parallel import SplitRows, find_blocks
+from .stacked_adapters import add_own_parts, caller_name
 from .unowned import from_shard
 
 PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
@@ -238,6 +239,21 @@ def _adapter_styles(layer: nn.Module, name: str, style: str) -> dict[str, str]:
     return {f"{name}.{split}.{adapter}": style for adapter in getattr(layer, split, {})}
 
 
+def _factor_styles(adapter: Any, name: str, style: str | None) -> tuple[dict[str, str], set[str]]:
+    """
+    Maps a factor of an adapter of stacked weights, which is cut with them, to its style; and names those of the other
+    one, whose gradients are shares.
+    """
+    module = adapter.get_base_layer()
+    style = _mended_style(module, adapter.parameter_name, style)
+    if style is None:
+        return {}, set()
+    is_transposed, packed = getattr(module, "is_transposed", False), "packed_" * style.startswith("packed_")
+    cut, whole, kind = ("A", "B", "rowwise") if ("colwise" in style) == is_transposed else ("B", "A", "colwise")
+    named = {part: [f"{name}.lora_{part}.{own}.weight" for own in getattr(adapter, f"lora_{part}")] for part in "AB"}
+    return dict.fromkeys(named[cut], packed + kind), {*named[whole]}
+
+
 def _check_adapter(layer: nn.Module, name: str) -> None:
     if getattr(layer, "lora_magnitude_vector", None):
         raise ValueError(
@@ -302,6 +318,11 @@ def _find_styles(model: nn.Module, module: ModuleSpec, tp_size: int, owned: Coll
             continue
         style = style_of(name)
         own = [f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)]
+        if hasattr(layer, "parameter_name"):
+            factors, shares = _factor_styles(layer, name, style_of(f"{name}.{layer.parameter_name}"))
+            result.plan |= {factor: own for factor, own in factors.items() if factor in names}
+            result.partial |= shares & names
+            continue
         if style is not None and style != PARTIAL_GRADIENT and hasattr(layer, "base_layer"):
             if tp_size > 1 and name in around:
                 _check_adapter(layer, name)
@@ -441,6 +462,13 @@ def apply_module_tp(model: nn.Module, module: ModuleSpec, mesh: DeviceMesh, owne
         else:
             others[name] = style
     apply_tensor_parallelism(model, mesh, others)
+    for name, layer in modules.items():
+        if (
+            hasattr(layer, "parameter_name")
+            and caller_name(name) == name
+            and styles.partial.intersection(f"{name}.{parameter}" for parameter, _ in layer.named_parameters())
+        ):
+            add_own_parts(layer)
     _drop_full_storage(model, styles.plan)
     for name, owner in tied.items():
         if name != owner:

@@ -45,11 +45,23 @@ class ParameterSpec:
     tp_dim: int | None = 0
     # equal blocks of that dimension that are each sharded, such as gate and up matrices in one tensor
     tp_blocks: int = 1
-    # experts, each of which has a slice along the first dimension, that expert parallelism can put on different ranks;
-    # 0 for what is not of experts
+    # experts, each of which has a slice, that expert parallelism can put on different ranks; 0 if it is not of experts
     num_experts: int = 0
+    expert_dim: int = 0  # the dimension of these slices
+    expert_blocks: int = 1  # equal blocks of that dimension, each of which has all experts, as of a factor of adapters
     # of experts, `active_share` where they are on different ranks, which compute a token's experts alone
     shared_share: float | None = None
+    # of the LoRA adapter that is added to a copy of it in each forward, which has a gradient though it is frozen
+    adapter_rank: int = 0
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.trainable or self.adapter_rank > 0
+
+    @property
+    def is_factor(self) -> bool:
+        """Whether it is a factor of what is added to the weights of experts, and multiplies no activations."""
+        return self.num_experts > 0 and ".lora_" in self.name
 
     @property
     def replicated(self) -> bool:
@@ -331,7 +343,7 @@ class ModelSpec:
         for name, module in self.modules.items():
             for parameter in module.parameters:
                 matrix = len(parameter.shape) > 1
-                use = ParameterUse(parameter, matrix and not parameter.is_lookup)
+                use = ParameterUse(parameter, matrix and not parameter.is_lookup and not parameter.is_factor)
                 result.setdefault((name, parameter.layer), []).append(use)
                 for other in self.tied.get(parameter.name, ()):
                     result.setdefault(other, []).append(ParameterUse(parameter, matrix))

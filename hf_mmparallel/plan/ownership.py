@@ -59,7 +59,7 @@ def can_put_off(module: ModuleSpec, tied: Mapping[str, Uses], parameter: Paramet
     """Whether the gradient of a parameter can be put off: that of the weight of a linear layer."""
     # the loss computes that of a head, and the gradients of several uses are added up
     is_head = module.name == LANGUAGE_MODEL and layer == module.num_layers
-    is_matrix = len(parameter.shape) == 2 and not parameter.is_lookup
+    is_matrix = len(parameter.shape) == 2 and not parameter.is_lookup and not parameter.num_experts
     return parameter.trainable and is_matrix and not is_head and parameter.name not in tied
 
 
@@ -261,12 +261,13 @@ def parameter_shards(spec: ModelSpec, plan: ParallelPlan) -> dict[str, Parameter
         layout = tuple(dict.fromkeys((name, id(table)) for name, table in uses))
         module = plan.modules[spec.used_at[parameter.name][0][0]]
         sharding, shares_experts = module.sharding, module.ep_size > 1 and parameter.num_experts > 0
-        key = (layout, parameter.tp_dim, parameter.tp_blocks, sharding, parameter.trainable, shares_experts)
+        cut = (parameter.expert_dim, parameter.expert_blocks) if shares_experts else None
+        key = (layout, parameter.tp_dim, parameter.tp_blocks, sharding, parameter.trainable, cut)
         if key not in known:
             if layout not in tp_groups:
                 tp_groups[layout] = _tp_groups(plan, uses)
             stages, groups = tp_groups[layout]
-            copies = _expert_copies(plan, stages) if shares_experts else _tp_copies(parameter, groups)
+            copies = _expert_copies(plan, stages, *cut) if cut else _tp_copies(parameter, groups)
             known[key] = ParameterShards.from_copies(stages, copies).divide(sharding, parameter.trainable)
         result[parameter.name] = known[key]
     return result
@@ -292,13 +293,13 @@ def _tp_copies(
 
 
 def _expert_copies(
-    plan: ParallelPlan, stages: Sequence[StageKey]
+    plan: ParallelPlan, stages: Sequence[StageKey], dim: int, num_blocks: int
 ) -> Iterator[tuple[tuple[Cut, ...], tuple[int, ...]]]:
     """The experts, on the ranks of each group that shares them."""
     (name, _, stage), size = stages[0], plan.modules[stages[0][0]].ep_size
     for group in plan.modules[name].expert_groups(stage):
         for index, rank in enumerate(rank for tp_group in group for rank in tp_group):
-            yield (Cut("ep", 0, index, size),), (rank,)
+            yield (Cut("ep", dim, index, size, num_blocks),), (rank,)
 
 
 def _stage_tables(spec: ModelSpec, plan: ParallelPlan, name: str) -> dict[int, tuple[int, ...]]:

@@ -34,6 +34,7 @@ from ..modeling.loading import put_parts_of, without_weights
 from ..modeling.prepare import Recomputation, inputs_require_gradients
 from ..modeling.router_loss import RouterLoss
 from ..modeling.sequence_parallel import keep_rows_split
+from ..modeling.stacked_adapters import caller_name
 from ..modeling.stages import cast_values
 from ..modeling.streamed_layers import StreamedLayers
 from ..modeling.tensor_parallel import apply_module_tp, with_tp_dims
@@ -335,10 +336,11 @@ class ParallelEngine(nn.Module):
         assert mesh is not None
         by_ranks = self.process_groups.by_ranks
         first = self._first_backward(module)
-        layers = {name.rpartition(".")[0]: self.spec.parameters[name].layer for name in names}
-        share_experts(
-            self.model, names, mesh, by_ranks.get(tp_group), by_ranks.get(row), lambda name: layers[name] >= first
-        )
+
+        def has_backward(name: str) -> bool:
+            return self.spec.parameters[name].layer >= first
+
+        share_experts(self.model, names, mesh, by_ranks.get(tp_group), by_ranks.get(row), has_backward)
 
     def _make_router_loss(self) -> RouterLoss | None:
         if self.options.loss_function is not None or self.options.label_smoothing:
@@ -356,8 +358,12 @@ class ParallelEngine(nn.Module):
         for key, stage in self.stages.items():
             module = stage.module_spec
             if module.num_experts and any(self.rank == tp_group[0] for tp_group in self.plan.stage(*key).mesh):
-                parameters = [p for p in module.parameters if p.num_experts and p.layer in stage.own_layers]
-                layers = {self.model.get_submodule(p.name.rpartition(".")[0]): p.layer for p in parameters}
+                callers = {
+                    caller_name(p.name.rpartition(".")[0]): p.layer
+                    for p in module.parameters
+                    if p.num_experts and not p.is_factor and p.layer in stage.own_layers
+                }
+                layers = {self.model.get_submodule(name): layer for name, layer in callers.items()}
                 yield key, ExpertLoad(layers, module.num_layers, module.num_experts, self.device)
 
     def take_expert_imbalance(self) -> dict[str, float]:

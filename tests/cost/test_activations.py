@@ -259,3 +259,14 @@ def test_a_convolution_of_each_channel_by_itself_is_no_mixture_of_experts():
         m.name: (m.shape, m.copies, m.num_experts) for m in LayerShape.of(text_model().language_model, uses).matrices
     }
     assert found == {"mixer.conv1d": ((96, 4), 1.0, 1), "mlp.experts": ((16, 32), 2.0, 8)}
+
+
+@pytest.mark.parametrize("is_narrow", [False, True])
+def test_adapters_of_experts_keep_a_copy_of_their_weights_and_what_these_multiply(is_narrow: bool):
+    model: Any = build("qwen3_moe")
+    config = LoraConfig(r=8, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = inject_adapter_in_model(config, model.bfloat16() if is_narrow else model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    check(model, 0.06, 2 if is_narrow else 4)

@@ -96,6 +96,8 @@ def test_default_targets_and_all_linear(target, matrices):
         ({"language_model": AdaLoraConfig(total_step=4)}, "`AdaLoraConfig`"),
         ({"language_model": {"peft_type": "ADALORA", "total_step": 4}}, "`AdaLoraConfig`"),
         ({"language_model": {"target_modules": ["fc1"]}}, "`language_model`"),
+        ({"language_model": {"target_parameters": ["experts.down_proj"]}}, "matches none .*`model.language_model"),
+        ({"language_model": {"target_parameters": ["mlp.down_proj.weight"]}}, "not of experts .*`target_modules`"),
         ({"vision": {"r": 2}}, "`target_modules` .*`vision`"),
         ({"audio": TEXT}, "`audio`"),
         ({"language_model": {**TEXT, "lora_dropout": 0.1}, "vision": VISION}, "`lora_dropout` is 0.1 .* 0.0"),

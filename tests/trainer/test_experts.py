@@ -120,7 +120,13 @@ def test_families_equal_the_stock_trainer(family: str):
 
 @pytest.mark.deep
 def test_experts_that_take_blocks_of_rows_equal_the_stock_trainer_on_four_ranks():
-    family, names = "Llama4ForCausalLM", ("over tp and replicas", "stages, recomputed", "pairs of replicas, ZeRO-3")
+    family = "Llama4ForCausalLM"
+    names = (
+        "over tp and replicas",
+        "over cp and replicas, recomputed",
+        "stages, recomputed",
+        "pairs of replicas, ZeRO-3",
+    )
     cases = [(family, LAYOUTS[4][name]) for name in names]
     results = run_distributed(train, 4, cases, timeout=250)[0]
     assert_same(family, dict(zip(names, results, strict=True)))

@@ -172,7 +172,7 @@ OTHER_CONFIGS: dict[str, dict[str, Any]] = {
 LORA_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({"bias": "lora_only"}, "`bias='none'`"),
     "token rows": ({"trainable_token_indices": [1, 2]}, "`trainable_token_indices="),
-    "parameters": ({"target_parameters": ["mlp.down_proj.weight"], "target_modules": []}, "`target_parameters="),
+    "parameters": ({"target_parameters": ["mlp.down_proj.weight"], "target_modules": []}, "`target_parameters`"),
     "aLoRA": ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "`ALoraLinearVariant`"),
     "tied": ({"modules_to_save": ["lm_head"]}, "`lm_head.weight`"),
     "tied adapters": ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "`ensure_weight_tying=False`"),
