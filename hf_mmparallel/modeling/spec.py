@@ -22,6 +22,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from ..kernels.recurrent_layers import LONE_LAYERS, RECURRENT_LAYERS, attends, recurrent_mixers
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from ..plan.model_spec import LayerKind, Uses
+from .carried_values import carried_values
 from .expert_parallel import experts_of
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
@@ -450,6 +451,7 @@ def _module_spec(
         layer_kinds=layer_kinds(model, layers),
         state_widths=state_widths(model, layers, hidden_size) if name == LANGUAGE_MODEL else (),
         hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
+        carried=carried_values(tower, layers) if name == LANGUAGE_MODEL else (),
         balances_experts=name == LANGUAGE_MODEL and has_router_loss(model),
         shares_tokens=bool(features) and part.generator is None and can_share_tokens(tower, layers),
     )
@@ -520,8 +522,6 @@ def _hidden_shape(tower: nn.Module, first: nn.Module, hidden_size: int) -> tuple
 
     hook = first.register_forward_pre_hook(stop, with_kwargs=True)
     meta_forward(tower, **inputs)
-    if not shapes:  # a forward without a mask may read values of the position ids
-        meta_forward(tower, **inputs, attention_mask=torch.ones(1, 4, dtype=torch.int64, device="cpu"))
     hook.remove()
     return shapes[0] if shapes and shapes[0] != (hidden_size,) else ()
 

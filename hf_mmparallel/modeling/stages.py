@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from ..kernels.bitfield_attention.hf import needing_words
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
+from .carried_values import pack, place, unpack
 from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output, required_arguments
 from .lazy_logits import return_lazy_logits, source_of
@@ -213,7 +214,7 @@ class ModuleStage:
         if self.is_first:
             return []
         if self.module_name == LANGUAGE_MODEL:
-            batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+            batch, length = self._num_tokens(inputs)
             shares = [self.row_shares, *[1] * (self._num_received - 1)]  # ranks have all rows of taps
             return [torch.Size((batch, -(-length // own), *self.module_spec.token_shape)) for own in shares]
         first, group, shapes = self.layers[0], inputs.get(TOKEN_GROUP), []
@@ -315,6 +316,7 @@ class ModuleStage:
             try:
                 output = forward()
             except StageExit as exit_:
+                run.left = exit_.arguments
                 return None, [exit_.hidden, *run.kept.values()]
         assert self.is_last and run.entered, f"{self.module_name} never reached layer {run.first} or {run.stop}"
         return output, []
@@ -350,7 +352,9 @@ class ModuleStage:
         # of the layer before, and those of taps in the order of their layers
         layers = [first - 1, *self._taps_before(first)][: self._num_received]
         received = dict(zip(layers, states, strict=False))
-        return StageRun(first, stop, received, () if self.is_last else self._taps_before(stop))
+        values = unpack(self.module_spec.carried_before(first), states[len(layers) : self._num_received])
+        taps = () if self.is_last else self._taps_before(stop)
+        return StageRun(first, stop, received, partial(place, values), taps)
 
     def _taps_before(self, layer: int) -> tuple[int, ...]:
         """The taps whose states pass the border before a layer beside that of the layer before."""
@@ -386,14 +390,19 @@ class ModuleStage:
             )
         return outputs
 
+    def _num_tokens(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows of a batch of the language model, and tokens in each."""
+        batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+        return batch, length
+
     def _check_shape(self, hidden: Tensor, inputs: Mapping[str, Any]) -> None:
-        tokens = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+        tokens = self._num_tokens(inputs)
         found, expected = tuple(hidden.shape), (*tokens, *self.module_spec.token_shape)
         shares_rows = self.module_spec.sequence_parallel and found[1] <= expected[1]
         if found != expected and not (shares_rows and found[::2] == expected[::2]):
             raise ValueError(
                 f"The hidden states between the layers of `{self.module_name}` have the shape {found} for "
-                f"{tuple(tokens)} tokens, but the next stage expects {expected}. Use `pp_size=1` for it, with "
+                f"{tokens} tokens, but the next stage expects {expected}. Use `pp_size=1` for it, with "
                 "`dp_size` or `tp_size` above 1 for more ranks."
             )
 
@@ -446,6 +455,8 @@ class ModuleStage:
         for state in states:
             self._check_shape(state, inputs)
         sent = [self._to_wire_dtype(state, run.dtype) for state in states]
+        if not self.is_last:
+            sent += pack(self.module_spec, run.stop, run.left, self._num_tokens(inputs), self.input_dtype)
         return self._checked_once(sent or self._last_outputs(output), hidden, inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:

@@ -166,11 +166,12 @@ def identity_layer(layer: nn.Module) -> nn.Module:
 
 
 class StageExit(Exception):
-    """Raised to leave a forward at the entry of a layer, with the hidden state at that point."""
+    """Raised to leave a forward at the entry of a layer, with its arguments."""
 
-    def __init__(self, hidden: Tensor):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
-        self.hidden = hidden
+        self.hidden = hidden_of(args, kwargs)
+        self.arguments = args, kwargs
 
 
 @dataclass
@@ -179,8 +180,11 @@ class StageRun:
     stop: int  # the layer at whose entry the forward stops
     # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
     received: dict[int, Tensor] = field(default_factory=dict)
+    # puts what else was received among the arguments of the first layer
+    place: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: (args, kwargs)
     taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages, -1 for the input of the first one
     kept: dict[int, Tensor] = field(default_factory=dict)
+    left: Any = None  # arguments of the layer at whose entry the forward stopped
     probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
     dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
@@ -217,7 +221,7 @@ class LayerInterceptor:
             if run is None:
                 return None
             if index == run.stop:
-                raise StageExit(hidden_of(args, kwargs))
+                raise StageExit(args, kwargs)
             if index == 0:
                 args, kwargs = self._enter_first(run, args, kwargs)
             if index == run.first:
@@ -228,7 +232,7 @@ class LayerInterceptor:
                 return None
             arrived = hidden_of(args, kwargs)
             if run.probe:
-                raise StageExit(arrived)
+                raise StageExit(args, kwargs)
             assert run.hidden is not None
             if run.entered:
                 raise ValueError(
@@ -238,6 +242,7 @@ class LayerInterceptor:
             # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
             # adds features)
             args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
+            args, kwargs = run.place(args, kwargs)
             if not self.checked:
                 _check_arguments(layer, args[1:], kwargs, run.hidden)
                 self.checked = True

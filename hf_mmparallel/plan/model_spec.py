@@ -92,6 +92,32 @@ class FeatureSpec:
     index: int | None = None  # index of the tensor if the attribute is a list of several features
 
 
+AXES = ("batch", "length", "tokens")  # of values: samples, tokens of a sample, tokens of all samples
+
+
+@dataclass(frozen=True)
+class CarriedValue:
+    """A value beside the hidden state that layers of a stage read, and that earlier stages have computed."""
+
+    path: tuple[Any, ...]  # the keys that lead to it in `(args, kwargs)` of the first layer that reads it
+    axes: tuple[str | int, ...]  # names of `AXES`, or sizes: `n`, or `-n` for the length up to `n`
+    dtype: str | None  # name of the torch dtype, `None` for that of the hidden state
+    is_part: bool  # layers read parts of it
+
+    @property
+    def is_index(self) -> bool:
+        return self.dtype is not None and self.dtype.startswith(("int", "uint", "bool"))
+
+    @property
+    def width(self) -> int:
+        """Values of a token that cross a border; an index crosses as four of eight bits."""
+        return (4 if self.is_index else 1) * math.prod(abs(axis) for axis in self.axes if isinstance(axis, int))
+
+    def shape(self, batch: int, length: int) -> tuple[int, ...]:
+        sizes: dict[Any, int] = dict(zip(AXES, (batch, length, batch * length), strict=True))
+        return tuple(sizes[a] if isinstance(a, str) else a if a >= 0 else min(-a, length) for a in self.axes)
+
+
 @dataclass(frozen=True)
 class ModuleSpec:
     """A part of the model with a parallel layout of its own: an encoder with its projector, or the language model."""
@@ -138,6 +164,8 @@ class ModuleSpec:
     expert_ranks: tuple[int, ...] = ()
     # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
     hidden_shape: tuple[int, ...] = ()
+    # what else enters a stage that begins with each layer; empty if nothing does at any
+    carried: tuple[tuple[CarriedValue, ...], ...] = ()
 
     @property
     def token_shape(self) -> tuple[int, ...]:
@@ -145,8 +173,16 @@ class ModuleSpec:
         return self.hidden_shape or (self.hidden_size,)
 
     def states_before(self, layer: int) -> int:
-        """Number of hidden states that enter a stage that begins with a layer: of the layer before it, and of taps."""
-        return 1 + sum(tap < layer - 1 for tap in self.taps)
+        """
+        Number of hidden states that enter a stage that begins with a layer: of the layer before it, of taps, and as
+        wide as what else enters it.
+        """
+        width = sum(value.width for value in self.carried_before(layer))
+        return 1 + sum(tap < layer - 1 for tap in self.taps) + -(-width // math.prod(self.token_shape))
+
+    def carried_before(self, layer: int) -> tuple[CarriedValue, ...]:
+        """What enters a stage that begins with a layer beside hidden states."""
+        return self.carried[layer] if layer and layer < len(self.carried) else ()
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
