@@ -414,6 +414,14 @@ CHANGES: dict[str, Change] = {
             "moe_intermediate_size": WIDTH // 2,
         }
     ),
+    "gemma4_unified": Change(
+        {
+            "audio_config": None,
+            "vision_config.pooling_kernel_size": 1,
+            "vision_config.output_proj_dims": WIDTH,
+            "vision_config.mm_embed_dim": WIDTH,
+        }
+    ),
     "gemma3n_text": Change({"num_kv_shared_layers": 0}),
 }
 

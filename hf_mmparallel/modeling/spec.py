@@ -80,12 +80,18 @@ def inside(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The decoder of a model, also where its head has that name (ModernBERT)."""
+    decoder = model.get_decoder()
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
+
+
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     """Finds the encoders, the language model and the generators of a model."""
     names = {id(module): name for name, module in model.named_modules()}
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
-    parts, tokenizers = _discover_encoders(model, decoder, names) if hook is None else (dict(hook()), ())
+    parts, embedders = _discover_encoders(model, decoder, names) if hook is None else (dict(hook()), ())
     assigned = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
     tower = names[id(decoder)]
     rest = dict.fromkeys(
@@ -93,7 +99,7 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
         for name, _ in model.named_parameters()
         if not inside(name, tower) and not any(inside(name, prefix) for prefix in assigned)
     )
-    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest), first=tokenizers))
+    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest), first=embedders))
     encoders = {name: part for name, part in parts.items() if part.generator is None}
     return {**encoders, LANGUAGE_MODEL: language_model, **{k: v for k, v in parts.items() if k not in encoders}}
 
@@ -102,12 +108,12 @@ def _discover_encoders(
     model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]
 ) -> tuple[dict[str, ModulePart], tuple[str, ...]]:
     """
-    Finds the encoders that the model's `get_{modality}_features` methods call, and the submodules by which methods
-    turn media into words of the vocabulary, which the language model embeds as others (Chameleon, Emu3).
+    Finds the encoders that the model's `get_{modality}_features` methods call, and the submodules without layers by
+    which methods embed media themselves (Fuyu), or turn them into words of the vocabulary (Chameleon, Emu3).
     """
     base = model.base_model
     entries: dict[str, dict[str, Any]] = {}
-    tokenizers: list[str] = []
+    embedders: list[str] = []
     for modality, name in ENCODER_OF_MODALITY.items():
         owner: Any = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
         token_id = placeholder_token(model.config, modality)
@@ -117,16 +123,15 @@ def _discover_encoders(
         if tower is None:  # a configuration without this encoder (Gemma 4 without audio)
             continue
         method = getattr(owner, f"get_{modality}_features")
-        if tower is model or tower is base or tower is decoder:
+        if tower is model or tower is base or tower is decoder or not _has_layers(tower):
             used = _attributes_used(type(owner), [method.__func__])
-            if "get_input_embeddings" in used:
-                parts = {id(part) for name, part in owner.named_children() if name in used}
-                tokenizers += [names[key] for key in parts - {id(owner.get_input_embeddings())}]
+            shared = {id(decoder), id(owner.get_input_embeddings())}
+            parts = [part for name, part in owner.named_children() if name in used and id(part) not in shared]
+            layered = [part for part in parts if "get_input_embeddings" not in used and _has_layers(part)]
+            if not layered:
+                embedders += [names[id(part)] for part in parts]
                 continue
-            raise ValueError(
-                f"`{type(model).__name__}` has `get_{modality}_features`, but `get_encoder('{modality}')` finds no "
-                f"encoder. Give the model a method `multimodal_parts` that names it."
-            )
+            tower = layered[0]
         entry = entries.setdefault(
             name, {"tower": names[id(tower)], "features": {}, "placeholders": {}, "owner": owner}
         )
@@ -144,7 +149,7 @@ def _discover_encoders(
                 prefixes.append(path)
                 assigned.add(path)
         entry["prefixes"] = tuple(prefixes)
-    return {name: ModulePart(**entry) for name, entry in entries.items()}, tuple(tokenizers)
+    return {name: ModulePart(**entry) for name, entry in entries.items()}, tuple(embedders)
 
 
 def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[str]:
@@ -202,6 +207,10 @@ def are_layers(modules: nn.ModuleList) -> bool:
     if len(modules) < 2 or len(kinds) > 1 or nn.Module in kinds:
         return False
     return min(sum(p.dim() == 2 for p in module.parameters()) for module in modules) >= _MIN_MATRICES
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
 def find_stack(model: nn.Module, tower: str) -> str:
@@ -417,6 +426,11 @@ def _module_spec(
     config = getattr(tower, "config", model.config)
     is_chain = part.generator is None or part.generator.is_chain
     hidden_size = _hidden_size(layers[0], config) if is_chain or part.generator is None else part.generator.width
+    if part.features:  # convolutions may have another width each
+        of_stages = _setting(config, "hidden_sizes")
+        widths = of_stages or [_hidden_size(layer, config) for layer in layers]
+        is_chain = not of_stages and len(set(widths)) == 1
+        hidden_size = hidden_size if is_chain else widths[-1]
     if hidden_size is None:
         raise ValueError(
             f"The width of the layers of `{name}` is not known: neither `{type(layers[0]).__name__}` nor "
