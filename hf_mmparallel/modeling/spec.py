@@ -362,24 +362,35 @@ def _order_of_use(model: PreTrainedModel, tower: str, stack: str, locations: Map
         if locations[name] >= 0 or not isinstance(owner, (nn.Embedding, _ConvNd))
     }
     whole: Any = model.get_submodule(tower)
-    inputs = meta_inputs(whole) if unsure and isinstance(whole, PreTrainedModel) else None
-    if inputs is None:
+    if not unsure:
         return {}
+    inputs = (meta_inputs(whole) if isinstance(whole, PreTrainedModel) else None) or {}
     layers = layers_of(model, stack)
     called, output = _calls(whole, layers, unsure.values(), inputs, first_only=True)
     if output is None:  # the layers hand on more than a hidden state, or not all the same
         called, output = _calls(whole, layers, unsure.values(), inputs, first_only=False)
+    if layers[0] not in called:
+        return _order_in_code(whole, stack.removeprefix(f"{tower}."), tower, unsure, len(layers))
     start, stop = (called.index(layer) if layer in called else len(called) for layer in (layers[0], layers[-1]))
-    before, after = called[:stop], called[stop:]
+    before, after = called[:start], called[start:]
     result = {}
     for name, owner in unsure.items():
-        if locations[name] < 0 and owner in after and owner not in before:
+        if locations[name] < 0 and owner in after and owner not in before:  # or of outputs of inner layers (DeepStack)
             result[name] = len(layers)
-        is_first = owner in called[:start] and owner not in called[start:]
-        is_unused = output is not None and "input_ids" in inputs and owner not in after
+        is_first = owner in before and owner not in after
+        is_unused = output is not None and "input_ids" in inputs and owner not in called[stop:]
         if locations[name] >= 0 and (is_first or is_unused):
             result[name] = -1
     return result
+
+
+def _order_in_code(tower: nn.Module, stack: str, prefix: str, names: Iterable[str], num_layers: int) -> dict[str, int]:
+    """As [`_order_of_use`], for a forward whose inputs are not known: by the order of names in its code."""
+    order = list(_code_names(inspect.unwrap(type(tower).forward).__code__))
+    used = {name: name.removeprefix(f"{prefix}.").partition(".")[0] for name in names}
+    start = order.index(stack) if stack in order else -1
+    known = {name: order.index(own) for name, own in used.items() if start >= 0 and own in order}
+    return {name: -1 if place < start else num_layers for name, place in known.items()}
 
 
 def _calls(

@@ -123,8 +123,11 @@ def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
     assert list(build_model_spec(model).modules) == ["vision", LANGUAGE_MODEL]
 
 
-def test_layers_of_unknown_width_are_told_of():
+def test_layers_of_unlike_widths_are_no_chain_and_those_of_unknown_width_told_of():
     model = build_on_meta(hf.CONFIG_MAPPING["muse_spark"](text_config={"num_hidden_layers": 4}))
+    audio = build_model_spec(model).modules["audio"]
+    assert not audio.is_chain and audio.hidden_size == 2048
+    model.config.audio_config.hidden_sizes = []
     with pytest.raises(ValueError, match="the layers of `audio`.* without `parallel`"):
         build_model_spec(model)
 
