@@ -422,7 +422,7 @@ CHANGES: dict[str, Change] = {
             "vision_config.mm_embed_dim": WIDTH,
         }
     ),
-    "gemma3n_text": Change({"num_kv_shared_layers": 0}),
+    "gemma3n_text": Change({"num_kv_shared_layers": 2, "layer_types": _GEMMA_LAYERS}),
 }
 
 

@@ -475,7 +475,7 @@ def _module_spec(
         windows=attention_windows(config, len(layers)),
         layer_kinds=layer_kinds(model, layers),
         state_widths=state_widths(model, layers, hidden_size) if name == LANGUAGE_MODEL else (),
-        hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
+        **({} if features else _hidden_axes(tower, layers[0], hidden_size)),
         carried=carried_values(tower, layers) if name == LANGUAGE_MODEL else (),
         balances_experts=name == LANGUAGE_MODEL and has_router_loss(model),
         shares_tokens=bool(features) and part.generator is None and can_share_tokens(tower, layers),
@@ -533,22 +533,26 @@ def layer_kinds(model: nn.Module, layers: nn.ModuleList) -> tuple[LayerKind, ...
     return tuple(kinds) if set(kinds) != {"attention"} else ()
 
 
-def _hidden_shape(tower: nn.Module, first: nn.Module, hidden_size: int) -> tuple[int, ...]:
-    """Returns the shape of a token's hidden state at the first layer of a decoder; empty for `(hidden_size,)`."""
+def _hidden_axes(tower: nn.Module, first: nn.Module, hidden_size: int) -> dict[str, Any]:
+    """The shape of a token's hidden state at the first layer of a decoder, as in a `ModuleSpec`."""
     inputs = meta_inputs(tower) if isinstance(tower, PreTrainedModel) else None
     if inputs is None or "input_ids" not in inputs:
-        return ()
+        return {}
     shapes: list[tuple[int, ...]] = []
 
     def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shape = tuple(hidden_of(args, kwargs).shape)
-        shapes.append(shape[2:] if shape[:2] == (1, 4) else (hidden_size,))
+        shapes.append(tuple(hidden_of(args, kwargs).shape))
         raise StopIteration
 
     hook = first.register_forward_pre_hook(stop, with_kwargs=True)
     meta_forward(tower, **inputs)
     hook.remove()
-    return shapes[0] if shapes and shapes[0] != (hidden_size,) else ()
+    for shape in shapes:
+        for place in range(len(shape) - 2):
+            own = (*shape[:place], *shape[place + 2 :])
+            if shape[place : place + 2] == (1, 4) and own != (hidden_size,):
+                return {"hidden_shape": own, "leading_axes": place}
+    return {}
 
 
 @functools.cache

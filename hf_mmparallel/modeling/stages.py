@@ -352,6 +352,7 @@ class ModuleStage:
         # of the layer before, and those of taps in the order of their layers
         layers = [first - 1, *self._taps_before(first)][: self._num_received]
         received = dict(zip(layers, states, strict=False))
+        received = {layer: state.movedim(self._wire_axes, self._model_axes) for layer, state in received.items()}
         values = unpack(self.module_spec.carried_before(first), states[len(layers) : self._num_received])
         taps = () if self.is_last else self._taps_before(stop)
         return StageRun(first, stop, received, partial(place, values), taps)
@@ -389,6 +390,15 @@ class ModuleStage:
                 f"`pp_size=1` or, for a hidden state, `layers_per_stage` with a longer last stage."
             )
         return outputs
+
+    @property
+    def _model_axes(self) -> tuple[int, ...]:
+        """Axes that the model's hidden states have before those of samples and tokens."""
+        return tuple(range(self.module_spec.leading_axes))
+
+    @property
+    def _wire_axes(self) -> tuple[int, ...]:
+        return tuple(2 + axis for axis in self._model_axes)
 
     def _num_tokens(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
         """Rows of a batch of the language model, and tokens in each."""
@@ -452,6 +462,7 @@ class ModuleStage:
         words = needing_words(kwargs.get("attention_words"))
         with words, self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
             output, states = self._intercepted(partial(self.model, **kwargs | feature_kwargs), run)
+        states = [state.movedim(self._model_axes, self._wire_axes) for state in states]
         for state in states:
             self._check_shape(state, inputs)
         sent = [self._to_wire_dtype(state, run.dtype) for state in states]

@@ -162,8 +162,10 @@ class ModuleSpec:
     balances_experts: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
     expert_ranks: tuple[int, ...] = ()
-    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
+    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections; and
+    # the number of its axes that the model has before those of samples and tokens
     hidden_shape: tuple[int, ...] = ()
+    leading_axes: int = 0
     # what else enters a stage that begins with each layer; empty if nothing does at any
     carried: tuple[tuple[CarriedValue, ...], ...] = ()
 
