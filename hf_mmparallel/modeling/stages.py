@@ -30,6 +30,7 @@ from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output, required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
+from .parallel_linear import hiding_weight
 from .shared_tokens import TOKEN_GROUP, SharedTokens, own_part
 from .spec import ModulePart, layers_of, module_parts
 from .unowned import LayerInterceptor, StageExit, StageRun, is_unowned
@@ -250,7 +251,10 @@ class ModuleStage:
     def _sharing(self) -> Iterator[None]:
         """A forward, in which a model's code may fail for matrices of which this rank has a share."""
         try:
-            yield
+            with ExitStack() as stack:
+                for layer in self._embeddings:
+                    stack.enter_context(hiding_weight(layer, layer.forward.words))
+                yield
         except (RuntimeError, TypeError) as error:
             is_shared = any(isinstance(parameter, DTensor) for _, parameter in self.parameters())
             if not is_shared or not re.search("shape|size of tensor|DTensor|broadcast", str(error)):
@@ -259,6 +263,11 @@ class ModuleStage:
                 f"The code of `{type(self.model).__name__}` fails where ranks share the matrices of "
                 f"`{self.module_name}` ({type(error).__name__}: {error}). Use `tp_size=1` for it."
             ) from error
+
+    @cached_property
+    def _embeddings(self) -> list[Any]:
+        """Embeddings whose words ranks share, of which a model's code may read rows by itself."""
+        return [layer for layer in self.model.modules() if hasattr(vars(layer).get("forward"), "words")]
 
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         """Counts what the loss of this generator, or of the language model, is summed over in a batch."""
