@@ -7,7 +7,7 @@ import copy
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -145,7 +145,8 @@ def _get_absent(self: nn.Module, name: str) -> Any:
     return nn.Module.__getattr__(self, name)
 
 
-def identity_layer(layer: nn.Module) -> nn.Module:
+def identity_layer(layer: nn.Module, shared: Collection[int] = ()) -> nn.Module:
+    """A layer that hands on its hidden state; of its parts it has those with a parameter among `shared`, by its id."""
     cls = type(layer)
     # a subclass with the layer's plain attributes, so that code around the list of layers (masks by layer type,
     # recording of hidden states by class) still works
@@ -157,7 +158,9 @@ def identity_layer(layer: nn.Module) -> nn.Module:
     # those by which transformers records hidden states, if the model has been run before
     result.__dict__.update({name: copy.copy(value) for name, value in layer.__dict__.items() if "hooks" in name})
     result.__dict__.update(num_outputs=_num_outputs(cls), is_identity_layer=True, gradient_checkpointing=False)
-    result.__dict__["absent"] = {*layer._modules, *layer._parameters, *layer._buffers}
+    kept = {name: part for name, part in layer.named_children() if any(id(p) in shared for p in part.parameters())}
+    result._modules.update(kept)
+    result.__dict__["absent"] = {*layer._modules, *layer._parameters, *layer._buffers} - kept.keys()
     result.train(layer.training)
     return result
 

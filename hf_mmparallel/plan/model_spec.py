@@ -391,15 +391,6 @@ class ModelSpec:
                 result[name, layer] = first.setdefault((name, place, alike), layer)
         return result
 
-    def shared_by_layers(self, module: str) -> dict[str, list[int]]:
-        """Parameter -> the layers of a module that share it, of those that several do."""
-        num_layers = self.modules[module].num_layers
-        inner = {
-            name: [layer for owner, layer in uses if owner == module and 0 <= layer < num_layers]
-            for name, uses in self.used_at.items()
-        }
-        return {name: layers for name, layers in inner.items() if len(layers) > 1}
-
     @property
     def num_parameters(self) -> int:
         return sum(p.num_elements for module in self.modules.values() for p in module.parameters)
