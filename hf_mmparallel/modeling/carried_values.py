@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +20,9 @@ from .features import meta_forward, meta_inputs
 from .unowned import Elsewhere, hidden_of, identity_layer, with_hidden
 
 Path = tuple[Any, ...]
-_SHAPES, _LONG = (
-    ((2, 5), (3, 7)),
-    (2, 4099),
-)  # batches and lengths by which axes are told apart, the last one from limits
+# Samples and tokens of each in forwards on the meta device, unlike all sizes of models; far more tokens than an index
+# selects.
+_SHORT, _LONG = (11, 13), (11, 4099)
 
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -101,33 +99,26 @@ def carried_values(tower: nn.Module, layers: nn.ModuleList) -> tuple[tuple[Carri
     inputs = meta_inputs(tower) if isinstance(tower, PreTrainedModel) else None
     if inputs is None or "input_ids" not in inputs or len(layers) < 2:
         return ()
-    record = partial(_Recorded, tower, layers)
-    glance = record(_SHAPES[0], runs_layers=False)
-    if not any(map(_may_be_carried, (leaf for own in glance.arguments for leaf in own.values()))):
+    glance = _Recorded(tower, layers, _SHORT, runs_layers=False).arguments
+    if not any(map(_may_be_carried, (leaf for own in glance for leaf in own.values()))):
         return ()
-    runs = [record(shape, runs_layers=True) for shape in _SHAPES]
-    if any(run.output is None or len(run.arguments) != len(layers) for run in runs):
+    run, long = _Recorded(tower, layers, _SHORT, runs_layers=True), None
+    if run.output is None or len(run.arguments) != len(layers):
         return ()
-    elsewhere = {
-        (i, path) for i, own in enumerate(glance.arguments) for path in own if isinstance(own[path], Elsewhere)
-    }
-    readers = runs[0].readers()
-    chosen: list[list[tuple[Path, bool]]] = [[]]
-    for index in range(1, len(layers)):
-        own: list[tuple[Path, bool]] = []
-        for path, leaf in runs[0].arguments[index].items():
-            is_part = _is_part(runs[0], index, path)
-            last = readers.get(id(_base(leaf) if is_part else leaf), -1)
-            is_index = isinstance(leaf, Tensor) and not leaf.is_floating_point()
-            if last >= index or (is_index and (index, path) in elsewhere):
-                own.append((path, is_part))
-        chosen.append(own)
-    indices = (runs[0].arguments[i][path] for i, own in enumerate(chosen) for path, _ in own)
-    if any(not value.is_floating_point() for value in indices):
-        runs.append(record(_LONG, runs_layers=True))
-    described = [(_described(runs, index, *entry) for entry in own) for index, own in enumerate(chosen)]
-    result = tuple(tuple(value for value in own if value is not None) for own in described)
-    return result if any(result) else ()
+    elsewhere = {(index, path) for index, own in enumerate(glance) for path in own if isinstance(own[path], Elsewhere)}
+    readers, result = run.readers(), []
+    for index, own in enumerate(run.arguments):
+        values: list[CarriedValue | None] = []
+        for path, leaf in own.items():
+            is_part = _is_part(run, index, path)
+            value = _base(leaf) if is_part else leaf
+            if readers.get(id(value), -1) >= index:
+                values.append(_described(path, value, value.shape, run.hidden[index].dtype, is_part))
+            elif (index, path) in elsewhere and isinstance(leaf, Tensor) and not leaf.is_floating_point():
+                long = long or _Recorded(tower, layers, _LONG, runs_layers=True)
+                values.append(_described(path, leaf, long.arguments[index][path].shape, None, is_part=False))
+        result.append(tuple(value for value in values if value is not None))
+    return ((), *result[1:]) if any(result[1:]) else ()
 
 
 def _may_be_carried(leaf: Any) -> bool:
@@ -144,33 +135,22 @@ def _is_part(run: _Recorded, index: int, path: Path) -> bool:
     return base is not own and any(_base(o) is base and o.storage_offset() != own.storage_offset() for o in others)
 
 
-def _described(runs: Sequence[_Recorded], index: int, path: Path, is_part: bool) -> CarriedValue | None:
-    """A value that each token has its share of, by its shapes in several runs; `None` for any other one."""
-    tensors = [
-        _base(leaf) if is_part else leaf for run in runs if (leaf := run.arguments[index].get(path)) is not None
-    ]
-    if len(tensors) != len(runs) or len({tensor.dim() for tensor in tensors}) > 1:
-        return None
-    shapes = (*_SHAPES, _LONG)[: len(runs)]
-    sizes = [[*shape, math.prod(shape)] for shape in shapes]
-    axes: list[str | int] = []
-    for found in zip(*(tensor.shape for tensor in tensors), strict=True):
-        alike = [axis for place, axis in enumerate(AXES) if list(found) == [of_run[place] for of_run in sizes]]
-        if alike:
-            axes += alike
-        elif len(set(found)) == 1:
-            axes.append(found[0])
-        elif list(found[:2]) == [length for _, length in _SHAPES]:  # up to a limit
-            axes.append(-found[2])
-        else:
-            return None
+def _described(
+    path: Path, value: Tensor, far: Sequence[int], hidden: torch.dtype | None, is_part: bool
+) -> CarriedValue | None:
+    """A value of which each token has its share, by its shapes in two forwards; `None` for any other one."""
+    named: dict[int, Any] = dict(zip((*_SHORT, math.prod(_SHORT)), AXES, strict=True))
+    axes = [named.get(size, size) for size in value.shape]
+    if hidden is None:  # of an index, up to as many as there are tokens
+        axes = [
+            axis if axis in ("batch", "tokens") or size == _LONG[1] else -size
+            for axis, size in zip(axes, far, strict=True)
+        ]
     if axes[:1] == [1] and "length" in axes:  # the same for all samples, unless they have positions of their own
         axes[0] = "batch"
-    if {axis for axis in axes if isinstance(axis, str)} not in ({"batch", "length"}, {"tokens"}):
+    if sorted(axis for axis in axes if isinstance(axis, str)) not in (["batch", "length"], ["tokens"]):
         return None
-    if sum(isinstance(axis, str) for axis in axes) > 2:
-        return None
-    dtype = None if tensors[0].dtype == runs[0].hidden[index].dtype else str(tensors[0].dtype).removeprefix("torch.")
+    dtype = None if value.dtype == hidden else str(value.dtype).removeprefix("torch.")
     return CarriedValue(path, tuple(axes), dtype, is_part)
 
 
