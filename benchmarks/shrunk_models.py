@@ -209,7 +209,7 @@ def _shrunk_value(
     if name == "image_grid_pinpoints":
         return [[SIDE, SIDE]]
     if RATES.search(name) and isinstance(value, (int, float)):
-        return 0.0
+        return type(value)(0)
     if re.search(r"(token_id|token_index|_token|_id)s?$", name) and not name.startswith("num_"):
         return _token(name, value, known, ids)
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):

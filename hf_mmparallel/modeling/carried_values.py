@@ -96,8 +96,7 @@ def _base(value: Any) -> Any:
 
 def carried_values(tower: nn.Module, layers: nn.ModuleList) -> tuple[tuple[CarriedValue, ...], ...]:
     """The values that enter a stage that begins with each layer of a decoder; empty if there are none at all."""
-    inputs = meta_inputs(tower) if isinstance(tower, PreTrainedModel) else None
-    if inputs is None or "input_ids" not in inputs or len(layers) < 2:
+    if not isinstance(tower, PreTrainedModel) or len(layers) < 2 or "input_ids" not in (meta_inputs(tower) or {}):
         return ()
     glance = _Recorded(tower, layers, _SHORT, runs_layers=False).arguments
     if not any(map(_may_be_carried, (leaf for own in glance for leaf in own.values()))):
@@ -131,7 +130,7 @@ def _may_be_carried(leaf: Any) -> bool:
 def _is_part(run: _Recorded, index: int, path: Path) -> bool:
     """Whether a layer reads a part of a tensor of which other layers read others."""
     base = _base(own := run.arguments[index][path])
-    others = [arguments.get(path) for arguments in run.arguments]
+    others: list[Any] = [arguments.get(path) for arguments in run.arguments]
     return base is not own and any(_base(o) is base and o.storage_offset() != own.storage_offset() for o in others)
 
 
@@ -165,7 +164,7 @@ def pack(module: ModuleSpec, layer: int, arguments: Any, tokens: tuple[int, int]
     found = dict(leaves_of(arguments))
     for value in values:
         leaf = found.get(value.path)
-        tensor = _base(leaf) if value.is_part else leaf
+        tensor: Any = _base(leaf) if value.is_part else leaf
         wanted, shape = value.shape(*tokens), tuple(tensor.shape) if isinstance(tensor, Tensor) else ()
         if shape[:1] == (1,) and value.axes[0] == "batch":
             shape, tensor = (tokens[0], *shape[1:]), tensor.expand(tokens[0], *shape[1:])
@@ -203,7 +202,8 @@ def unpack(values: Sequence[CarriedValue], rows: Sequence[Tensor]) -> dict[Carri
         count = math.prod(shape) // (batch * length)
         if value.is_index:
             digits = row[:, : 4 * count].to(torch.int64).view(batch * length, 4, count)
-            row = sum(digits[:, place] << 8 * place for place in range(4)).to(getattr(torch, value.dtype))
+            shifts = torch.tensor([0, 8, 16, 24], device=row.device)[:, None]
+            row = (digits << shifts).sum(1).to(getattr(torch, value.dtype or ""))
         ordered = row[:, :count].reshape([shape[axis] for axis in order])
         result[value] = ordered.permute([order.index(axis) for axis in range(len(order))])
     return result

@@ -97,12 +97,13 @@ class _PromoteToMeta(TorchFunctionMode):
 
 
 @contextmanager
-def _restore_hooks(module: nn.Module) -> Iterator[None]:
-    """Removes hooks that a forward adds."""
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Removes hooks and tensors that a forward adds."""
     # With `output_hidden_states` transformers hooks the layers in the first forward only, so that identity layers
     # which replace them later would not be recorded.
     flag = "_output_capturing_hooks_installed"
     before = [(part, set(part._forward_hooks), flag in part.__dict__) for part in module.modules()]
+    kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
     finally:
@@ -111,12 +112,20 @@ def _restore_hooks(module: nn.Module) -> Iterator[None]:
                 del part._forward_hooks[added]
             if not was_hooked:
                 part.__dict__.pop(flag, None)
+        for own, old in kept:  # such as the last state of a recurrent layer
+            for name in [
+                name for name, value in own.items() if isinstance(value, Tensor) and value is not old.get(name)
+            ]:
+                own.pop(name)
+                own.update({name: old[name]} if name in old else {})
 
 
 @contextmanager
 def _needing_no_values(module: nn.Module) -> Iterator[None]:
     """A forward whose attention and experts only have shapes: others read values, or need a device or a dtype."""
-    changes = [(vars(experts), "forward", lambda rows, *_: rows) for experts in experts_of(module).values()]
+    changes: list[tuple[dict[str, Any], str, Any]] = [
+        (vars(experts), "forward", lambda rows, *_: rows) for experts in experts_of(module).values()
+    ]
     if hasattr(module, "config"):
         changes.append((vars(module.config), "_attn_implementation_internal", "eager"))
     before = [{name: owner[name]} if name in owner else {} for owner, name, _ in changes]
@@ -141,7 +150,7 @@ def meta_forward(module: nn.Module, tracks_weights: bool = False, **inputs: Any)
         own = torch.empty_like(parameter, device="meta", requires_grad=False)
         tensors[name] = own.requires_grad_(tracks_weights and own.is_floating_point())
     with (
-        _restore_hooks(module),
+        _restored(module),
         _needing_no_values(module),
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),
