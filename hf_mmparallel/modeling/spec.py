@@ -437,11 +437,9 @@ def _module_spec(
     config = getattr(tower, "config", model.config)
     is_chain = part.generator is None or part.generator.is_chain
     hidden_size = _hidden_size(layers[0], config) if is_chain or part.generator is None else part.generator.width
-    if part.features:  # convolutions may have another width each
-        of_stages = _setting(config, "hidden_sizes")
-        widths = of_stages or [_hidden_size(layer, config) for layer in layers]
-        is_chain = not of_stages and len(set(widths)) == 1
-        hidden_size = hidden_size if is_chain else widths[-1]
+    widths = {_hidden_size(layer, config) for layer in layers} if part.features else set()
+    if hidden_size is None and part.features and (of_layers := _setting(config, "hidden_sizes")):
+        widths, hidden_size = {*of_layers, None}, of_layers[-1]  # of convolutions, which merge tokens, too
     if hidden_size is None:
         raise ValueError(
             f"The width of the layers of `{name}` is not known: neither `{type(layers[0]).__name__}` nor "
@@ -466,6 +464,7 @@ def _module_spec(
         features=features,
         tower=part.tower,
         is_chain=is_chain,
+        has_one_width=len(widths) <= 1,
         # attention of blocks that are no chain is counted with their matrices
         head_dim=_setting(config, "head_dim", combine=_rounded_mean) if is_chain else 0,
         attention=getattr(config, "_attn_implementation", None) or "sdpa",

@@ -141,6 +141,8 @@ class ModuleSpec:
     num_unread: int = 0
     # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
     is_chain: bool = True
+    # whether the hidden states between its layers have one width, as those between stages
+    has_one_width: bool = True
     # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default
     head_dim: int | None = None
     attention: str = "sdpa"  # the attention function, such as `"eager"`
