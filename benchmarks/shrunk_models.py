@@ -209,7 +209,7 @@ def _shrunk_value(
     if name == "image_grid_pinpoints":
         return [[SIDE, SIDE]]
     if RATES.search(name) and isinstance(value, (int, float)):
-        return 0.0
+        return type(value)(0)
     if re.search(r"(token_id|token_index|_token|_id)s?$", name) and not name.startswith("num_"):
         return _token(name, value, known, ids)
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
@@ -303,6 +303,8 @@ _COMPASS = {
     kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     for kind in ("full_attention", "sliding_attention")
 }
+_GEMMA_LAYERS = ["sliding_attention", "full_attention"] * 2
+_GEMMA_HEADS = {layer: {"head_dim": 32, "num_key_value_heads": 2} for layer in (1, 3)}
 _ZAMBA = ["linear_attention", "hybrid"] * 2
 _OMNI = {
     "vision_start_token_id": 130,
@@ -389,8 +391,38 @@ CHANGES: dict[str, Change] = {
     "qwen4_exp_text": Change(_INDEXER),
     "vibevoice_asr": Change({"acoustic_tokenizer_chunk_size": 3200}),
     "vipllava": Change({"vision_feature_layer": [-2, -3, 1]}),
-    "gemma4": Change({"audio_config": None}),
-    "gemma3n_text": Change({"num_kv_shared_layers": 0}),
+    # as E2B is released: half of the layers have the keys of others
+    "gemma4": Change(
+        {
+            "audio_config": None,
+            "text_config.layer_types": _GEMMA_LAYERS,
+            "text_config.per_layer_config": _GEMMA_HEADS,
+            "text_config.num_kv_shared_layers": 2,
+            "text_config.use_double_wide_mlp": True,
+        }
+    ),
+    # as 26B-A4B is released: no embeddings of layers, keys that are values, experts beside a feed-forward layer
+    "gemma4_text": Change(
+        {
+            "layer_types": _GEMMA_LAYERS,
+            "per_layer_config": _GEMMA_HEADS,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": WIDTH // 2,
+        }
+    ),
+    "gemma4_unified": Change(
+        {
+            "audio_config": None,
+            "vision_config.pooling_kernel_size": 1,
+            "vision_config.output_proj_dims": WIDTH,
+            "vision_config.mm_embed_dim": WIDTH,
+        }
+    ),
+    "gemma3n_text": Change({"num_kv_shared_layers": 2, "layer_types": _GEMMA_LAYERS}),
 }
 
 

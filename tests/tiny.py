@@ -47,15 +47,15 @@ QWEN_TOKENS = {
 }
 
 
-def _build(prefix: str, **config: Any) -> Callable[[], PreTrainedModel]:
+def _build(prefix: str, of_text: bool = False, **config: Any) -> Callable[[], PreTrainedModel]:
     """A builder of the family whose classes start with `prefix`, always with the same weights."""
 
     def build() -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            cls = getattr(transformers, f"{prefix}ForConditionalGeneration", None)
+            cls = None if of_text else getattr(transformers, f"{prefix}ForConditionalGeneration", None)
             cls = cls or getattr(transformers, f"{prefix}ForCausalLM")
-            return cls(getattr(transformers, f"{prefix}Config")(**config))
+            return cls(getattr(transformers, f"{prefix}TextConfig" if of_text else f"{prefix}Config")(**config))
 
     return build
 
@@ -77,6 +77,16 @@ CLIP_LLAMA = {
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": _build("Llama", **TEXT),
     "llama_tied": _build("Llama", **{**TEXT, "tie_word_embeddings": True}),
+    "gemma4_text": _build(
+        "Gemma4",
+        of_text=True,
+        **{**TEXT, "tie_word_embeddings": True, "head_dim": 16, "global_head_dim": 32, "sliding_window": 8},
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
     "llava": _build("Llava", **CLIP_LLAMA),
     "llava_next": _build("LlavaNext", **CLIP_LLAMA, image_grid_pinpoints=[[16, 16]]),
     "llava_onevision": _build(
@@ -177,7 +187,7 @@ FIXED_SIZES = {
 """Family -> tokens of an item and shape of its pixels (or mel bins and frames)."""
 GRIDS = ((1, 4, 4), (1, 4, 2), (1, 6, 4))
 """Grids of the Qwen families, in turn; four patches make a token."""
-TEXT_ONLY = ("llama", "llama_tied")
+TEXT_ONLY = ("llama", "llama_tied", "gemma4_text")
 
 
 def _qwen_media(numbers: list[int], generator: torch.Generator) -> tuple[list[int], dict[str, Tensor]]:

@@ -134,7 +134,7 @@ def _owners_of(wanted: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_medium(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.dim() > 2)  # such as codes of frames
 
 
 def _token_dim(value: Tensor, shape: torch.Size) -> int | None:

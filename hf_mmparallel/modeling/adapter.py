@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 from transformers.utils.import_utils import is_peft_available
 
 from ..plan import ModelSpec
@@ -157,7 +158,9 @@ def _targets(model: Any, module: str, config: Any, names: set[str], tower: str) 
         config.target_modules = set(wanted)
     if wanted == "all-linear":
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-        targets = [name for name, layer in layers.items() if isinstance(layer, nn.Linear) and layer is not head]
+        targets = [
+            name for name, layer in layers.items() if isinstance(layer, (nn.Linear, Conv1D)) and layer is not head
+        ]
     else:
         targets = [name for name in layers if check_target_module_exists(config, name)]
     if not targets and (wanted or not config.target_parameters):

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..kernels.bitfield_attention import decode_words
 from ..plan import FeatureSpec
+from .expert_parallel import experts_of
 from .unowned import Elsewhere
 
 # Arguments of an encoder's forward, derived from its signature and its config.
@@ -31,7 +32,10 @@ def meta_inputs(encoder: PreTrainedModel) -> dict[str, Any] | None:
     number = partial(number_in_config, config)
     channels = number("num_channels", "in_channels", "in_chans") or 3
     if "input_ids" in arguments:
-        return {"input_ids": torch.zeros(1, 4, dtype=torch.int64, device="meta"), "use_cache": False}
+        # a forward reads the values of a mask, or of position ids where it has none
+        masks = {"attention_mask": torch.ones(1, 4, dtype=torch.int64, device="cpu")}
+        given = masks if "attention_mask" in arguments else {}
+        return {"input_ids": torch.zeros(1, 4, dtype=torch.int64, device="meta"), "use_cache": False, **given}
     shape: tuple[int, ...] | None = None
     rest: dict[str, Any] = {}
     if "grid_thw" in arguments:
@@ -93,12 +97,13 @@ class _PromoteToMeta(TorchFunctionMode):
 
 
 @contextmanager
-def _restore_hooks(module: nn.Module) -> Iterator[None]:
-    """Removes hooks that a forward adds."""
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Removes hooks and tensors that a forward adds."""
     # With `output_hidden_states` transformers hooks the layers in the first forward only, so that identity layers
     # which replace them later would not be recorded.
     flag = "_output_capturing_hooks_installed"
     before = [(part, set(part._forward_hooks), flag in part.__dict__) for part in module.modules()]
+    kept = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
     finally:
@@ -107,17 +112,51 @@ def _restore_hooks(module: nn.Module) -> Iterator[None]:
                 del part._forward_hooks[added]
             if not was_hooked:
                 part.__dict__.pop(flag, None)
+        for own, old in kept:  # such as the last state of a recurrent layer
+            for name in [
+                name for name, value in own.items() if isinstance(value, Tensor) and value is not old.get(name)
+            ]:
+                own.pop(name)
+                own.update({name: old[name]} if name in old else {})
 
 
-@torch.no_grad()
-def meta_forward(module: nn.Module, **inputs: Any) -> Any:
+@contextmanager
+def _needing_no_values(module: nn.Module) -> Iterator[None]:
+    """A forward whose attention and experts only have shapes: others read values, or need a device or a dtype."""
+    changes: list[tuple[dict[str, Any], str, Any]] = [
+        (vars(experts), "forward", lambda rows, *_: rows) for experts in experts_of(module).values()
+    ]
+    if hasattr(module, "config"):
+        changes.append((vars(module.config), "_attn_implementation_internal", "eager"))
+    before = [{name: owner[name]} if name in owner else {} for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            owner[name] = value
+        yield
+    finally:
+        for (owner, name, _), kept in zip(changes, before, strict=True):
+            owner.pop(name)
+            owner.update(kept)
+
+
+def meta_forward(module: nn.Module, tracks_weights: bool = False, **inputs: Any) -> Any:
     """
     Returns the output of a module, which is not changed, with its weights on the meta device; `None` if its forward
-    needs values of tensors there. Inputs are on the meta device, or on the CPU if the forward reads their values.
+    needs values of tensors there. Inputs are on the meta device, or on the CPU if the forward reads their values. With
+    `tracks_weights` what depends on a weight, trained or not, requires a gradient.
     """
-    named = (*module.named_parameters(), *module.named_buffers())
-    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
-    with _restore_hooks(module), torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _PromoteToMeta():
+    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        own = torch.empty_like(parameter, device="meta", requires_grad=False)
+        tensors[name] = own.requires_grad_(tracks_weights and own.is_floating_point())
+    with (
+        _restored(module),
+        _needing_no_values(module),
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(),
+        _PromoteToMeta(),
+        torch.set_grad_enabled(tracks_weights),
+    ):
         warnings.simplefilter("ignore")
         try:
             return functional_call(module, tensors, kwargs=inputs)

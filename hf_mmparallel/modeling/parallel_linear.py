@@ -165,6 +165,40 @@ def _row_parallel(layer: nn.Linear, group: dist.ProcessGroup, block: nn.Module |
     return forward
 
 
+class _SharedWords:
+    """The matrix of an embedding whose words ranks share, as the code of a model reads it outside of lookups."""
+
+    def __init__(self, layer: nn.Embedding, group: dist.ProcessGroup):
+        self.layer, self.group = layer, group
+
+    @property
+    def matrix(self) -> Any:
+        return self.layer._parameters["weight"]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        word, *rest = index if isinstance(index, tuple) else (index,)
+        if type(word) is not int or any(part != slice(None) for part in rest):
+            return self.matrix[index]
+        own = local(self.matrix)
+        rank, place = divmod(word % len(self.matrix), len(own))
+        is_elsewhere = torch.tensor(rank != self.group.rank(), device=own.device)
+        return Sum.apply(own[place].masked_fill(is_elsewhere, 0.0), self.group)  # type: ignore[return-value]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matrix, name)
+
+
+@contextmanager
+def hiding_weight(layer: nn.Embedding, weight: Any) -> Iterator[None]:
+    """Puts something in the place of the parameter `weight`."""
+    before = vars(layer).pop("weight", None)
+    vars(layer)["weight"] = weight
+    try:
+        yield
+    finally:
+        vars(layer).pop("weight") if before is None else vars(layer).update(weight=before)
+
+
 def _vocabulary_parallel(layer: nn.Embedding, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     num_words, look_up = layer.num_embeddings // group.size(), layer.forward  # which may scale what it looks up
     first, padding = group.rank() * num_words, layer.padding_idx
@@ -173,13 +207,13 @@ def _vocabulary_parallel(layer: nn.Embedding, group: dist.ProcessGroup) -> Calla
     def forward(input: Tensor) -> Tensor:
         word = input - first
         is_elsewhere = (word < 0) | (word >= num_words)
-        # hides the parameter of this name
-        layer.__dict__.update(weight=local(layer.weight), padding_idx=own_padding)
+        layer.padding_idx = own_padding
         try:
-            vectors = look_up(word.masked_fill(is_elsewhere, 0))
+            with hiding_weight(layer, local(layer._parameters["weight"])):  # type: ignore[arg-type]
+                vectors = look_up(word.masked_fill(is_elsewhere, 0))
         finally:
-            del layer.__dict__["weight"]
             layer.padding_idx = padding
         return Sum.apply(vectors.masked_fill(is_elsewhere[..., None], 0.0), group)
 
+    forward.words = _SharedWords(layer, group)  # type: ignore[attr-defined]
     return forward

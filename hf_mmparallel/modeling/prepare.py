@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -125,7 +124,6 @@ def prepare_stages(
     (see [`is_unowned`]). Raises `ValueError` if a module can't be split as planned.
     """
     parts = module_parts(model)
-    _check_shared_layers(spec, plan)
     _check_read_layers(spec, plan)
     owned = {
         (name, replica, index): stage
@@ -138,9 +136,10 @@ def prepare_stages(
     for name, module in spec.modules.items():
         keep = {layer for (owner, _, _), stage in owned.items() if owner == name for layer in range(*stage.layers)}
         layers = layers_of(model, module.stack)
+        shared = {id(parameter) for index in keep for parameter in layers[index].parameters()}
         for index in range(len(layers)):
             if index not in keep:
-                layers[index] = identity_layer(layers[index])
+                layers[index] = identity_layer(layers[index], shared)
         if keep and any(feature.index is not None for feature in module.features):
             _pass_unowned_parts(model.get_submodule(module.tower), layers)
         recipe = plan.modules[name].storage.float8
@@ -166,18 +165,6 @@ def _pass_unowned_parts(tower: nn.Module, layers: nn.ModuleList) -> None:
                 parameters = list(part.parameters())  # an activation function has none, and is every rank's
                 if parameters and all(map(is_unowned, parameters)):
                     parts[index] = identity_layer(part)
-
-
-def _check_shared_layers(spec: ModelSpec, plan: ParallelPlan) -> None:
-    for module, planned in plan.modules.items():
-        shared = spec.shared_by_layers(module)
-        for (name, layers), replica in product(shared.items(), planned.replicas):
-            holders = {index for index, stage in enumerate(replica) for at in layers if at in range(*stage.layers)}
-            if len(holders) > 1:
-                raise ValueError(
-                    f"`{name}` is shared by the layers {layers} of `{module}`, which are in different stages. Use "
-                    "`pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
-                )
 
 
 def _check_read_layers(spec: ModelSpec, plan: ParallelPlan) -> None:

@@ -22,6 +22,7 @@ from transformers.integrations.heterogeneity.configuration_utils import Ambiguou
 from ..kernels.recurrent_layers import LONE_LAYERS, RECURRENT_LAYERS, attends, recurrent_mixers
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec
 from ..plan.model_spec import LayerKind, Uses
+from .carried_values import carried_values
 from .expert_parallel import experts_of, gets_every_token
 from .features import feature_specs, meta_forward, meta_inputs
 from .generators import Generator
@@ -79,12 +80,18 @@ def inside(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(prefix + ".")
 
 
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The decoder of a model, also where its head has that name (ModernBERT)."""
+    decoder = model.get_decoder()
+    return model.base_model if decoder is model.get_output_embeddings() else decoder
+
+
 def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
     """Finds the encoders, the language model and the generators of a model."""
     names = {id(module): name for name, module in model.named_modules()}
-    decoder = model.get_decoder()
+    decoder = decoder_of(model)
     hook: Callable[[], dict[str, ModulePart]] | None = getattr(model, "multimodal_parts", None)
-    parts, tokenizers = _discover_encoders(model, decoder, names) if hook is None else (dict(hook()), ())
+    parts, embedders = _discover_encoders(model, decoder, names) if hook is None else (dict(hook()), ())
     assigned = [prefix for part in parts.values() for prefix in (part.tower, *part.prefixes)]
     tower = names[id(decoder)]
     rest = dict.fromkeys(
@@ -92,7 +99,7 @@ def module_parts(model: PreTrainedModel) -> dict[str, ModulePart]:
         for name, _ in model.named_parameters()
         if not inside(name, tower) and not any(inside(name, prefix) for prefix in assigned)
     )
-    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest), first=tokenizers))
+    language_model = parts.pop(LANGUAGE_MODEL, ModulePart(tower, tuple(rest), first=embedders))
     encoders = {name: part for name, part in parts.items() if part.generator is None}
     return {**encoders, LANGUAGE_MODEL: language_model, **{k: v for k, v in parts.items() if k not in encoders}}
 
@@ -101,12 +108,12 @@ def _discover_encoders(
     model: PreTrainedModel, decoder: nn.Module, names: dict[int, str]
 ) -> tuple[dict[str, ModulePart], tuple[str, ...]]:
     """
-    Finds the encoders that the model's `get_{modality}_features` methods call, and the submodules by which methods
-    turn media into words of the vocabulary, which the language model embeds as others (Chameleon, Emu3).
+    Finds the encoders that the model's `get_{modality}_features` methods call, and the submodules without layers by
+    which methods embed media themselves (Fuyu), or turn them into words of the vocabulary (Chameleon, Emu3).
     """
     base = model.base_model
     entries: dict[str, dict[str, Any]] = {}
-    tokenizers: list[str] = []
+    embedders: list[str] = []
     for modality, name in ENCODER_OF_MODALITY.items():
         owner: Any = next((m for m in (base, model) if hasattr(m, f"get_{modality}_features")), None)
         token_id = placeholder_token(model.config, modality)
@@ -116,16 +123,15 @@ def _discover_encoders(
         if tower is None:  # a configuration without this encoder (Gemma 4 without audio)
             continue
         method = getattr(owner, f"get_{modality}_features")
-        if tower is model or tower is base or tower is decoder:
+        if tower is model or tower is base or tower is decoder or not _has_layers(tower):
             used = _attributes_used(type(owner), [method.__func__])
-            if "get_input_embeddings" in used:
-                parts = {id(part) for name, part in owner.named_children() if name in used}
-                tokenizers += [names[key] for key in parts - {id(owner.get_input_embeddings())}]
+            shared = {id(decoder), id(owner.get_input_embeddings())}
+            parts = [part for name, part in owner.named_children() if name in used and id(part) not in shared]
+            layered = [part for part in parts if "get_input_embeddings" not in used and _has_layers(part)]
+            if not layered:
+                embedders += [names[id(part)] for part in parts]
                 continue
-            raise ValueError(
-                f"`{type(model).__name__}` has `get_{modality}_features`, but `get_encoder('{modality}')` finds no "
-                f"encoder. Give the model a method `multimodal_parts` that names it."
-            )
+            tower = layered[0]
         entry = entries.setdefault(
             name, {"tower": names[id(tower)], "features": {}, "placeholders": {}, "owner": owner}
         )
@@ -143,7 +149,7 @@ def _discover_encoders(
                 prefixes.append(path)
                 assigned.add(path)
         entry["prefixes"] = tuple(prefixes)
-    return {name: ModulePart(**entry) for name, entry in entries.items()}, tuple(tokenizers)
+    return {name: ModulePart(**entry) for name, entry in entries.items()}, tuple(embedders)
 
 
 def _attributes_used(cls: type, functions: Sequence[Callable[..., Any]]) -> set[str]:
@@ -201,6 +207,10 @@ def are_layers(modules: nn.ModuleList) -> bool:
     if len(modules) < 2 or len(kinds) > 1 or nn.Module in kinds:
         return False
     return min(sum(p.dim() == 2 for p in module.parameters()) for module in modules) >= _MIN_MATRICES
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
 def find_stack(model: nn.Module, tower: str) -> str:
@@ -358,24 +368,35 @@ def _order_of_use(model: PreTrainedModel, tower: str, stack: str, locations: Map
         if locations[name] >= 0 or not isinstance(owner, (nn.Embedding, _ConvNd))
     }
     whole: Any = model.get_submodule(tower)
-    inputs = meta_inputs(whole) if unsure and isinstance(whole, PreTrainedModel) else None
-    if inputs is None:
+    if not unsure:
         return {}
+    inputs = (meta_inputs(whole) if isinstance(whole, PreTrainedModel) else None) or {}
     layers = layers_of(model, stack)
     called, output = _calls(whole, layers, unsure.values(), inputs, first_only=True)
     if output is None:  # the layers hand on more than a hidden state, or not all the same
         called, output = _calls(whole, layers, unsure.values(), inputs, first_only=False)
+    if layers[0] not in called:
+        return _order_in_code(whole, stack.removeprefix(f"{tower}."), tower, unsure, len(layers))
     start, stop = (called.index(layer) if layer in called else len(called) for layer in (layers[0], layers[-1]))
-    before, after = called[:stop], called[stop:]
+    before, after = called[:start], called[start:]
     result = {}
     for name, owner in unsure.items():
-        if locations[name] < 0 and owner in after and owner not in before:
+        if locations[name] < 0 and owner in after and owner not in before:  # or of outputs of inner layers (DeepStack)
             result[name] = len(layers)
-        is_first = owner in called[:start] and owner not in called[start:]
-        is_unused = output is not None and "input_ids" in inputs and owner not in after
+        is_first = owner in before and owner not in after
+        is_unused = output is not None and "input_ids" in inputs and owner not in called[stop:]
         if locations[name] >= 0 and (is_first or is_unused):
             result[name] = -1
     return result
+
+
+def _order_in_code(tower: nn.Module, stack: str, prefix: str, names: Iterable[str], num_layers: int) -> dict[str, int]:
+    """As [`_order_of_use`], for a forward whose inputs are not known: by the order of names in its code."""
+    order = list(_code_names(inspect.unwrap(type(tower).forward).__code__))
+    used = {name: name.removeprefix(f"{prefix}.").partition(".")[0] for name in names}
+    start = order.index(stack) if stack in order else -1
+    known = {name: order.index(own) for name, own in used.items() if start >= 0 and own in order}
+    return {name: -1 if place < start else num_layers for name, place in known.items()}
 
 
 def _calls(
@@ -422,6 +443,9 @@ def _module_spec(
     config = getattr(tower, "config", model.config)
     is_chain = part.generator is None or part.generator.is_chain
     hidden_size = _hidden_size(layers[0], config) if is_chain or part.generator is None else part.generator.width
+    widths = {_hidden_size(layer, config) for layer in layers} if part.features else set()
+    if hidden_size is None and part.features and (of_layers := _setting(config, "hidden_sizes")):
+        widths, hidden_size = {*of_layers, None}, of_layers[-1]  # of convolutions, which merge tokens, too
     if hidden_size is None:
         raise ValueError(
             f"The width of the layers of `{name}` is not known: neither `{type(layers[0]).__name__}` nor "
@@ -446,6 +470,7 @@ def _module_spec(
         features=features,
         tower=part.tower,
         is_chain=is_chain,
+        has_one_width=len(widths) <= 1,
         # attention of blocks that are no chain is counted with their matrices
         head_dim=_setting(config, "head_dim", combine=_rounded_mean) if is_chain else 0,
         attention=getattr(config, "_attn_implementation", None) or "sdpa",
@@ -455,7 +480,8 @@ def _module_spec(
         windows=attention_windows(config, len(layers)),
         layer_kinds=layer_kinds(model, layers),
         state_widths=state_widths(model, layers, hidden_size) if name == LANGUAGE_MODEL else (),
-        hidden_shape=() if features else _hidden_shape(tower, layers[0], hidden_size),
+        **({} if features else _hidden_axes(tower, layers[0], hidden_size)),
+        carried=carried_values(tower, layers) if name == LANGUAGE_MODEL else (),
         balances_experts=name == LANGUAGE_MODEL and has_router_loss(model),
         shares_tokens=bool(features) and part.generator is None and can_share_tokens(tower, layers),
     )
@@ -512,24 +538,26 @@ def layer_kinds(model: nn.Module, layers: nn.ModuleList) -> tuple[LayerKind, ...
     return tuple(kinds) if set(kinds) != {"attention"} else ()
 
 
-def _hidden_shape(tower: nn.Module, first: nn.Module, hidden_size: int) -> tuple[int, ...]:
-    """Returns the shape of a token's hidden state at the first layer of a decoder; empty for `(hidden_size,)`."""
+def _hidden_axes(tower: nn.Module, first: nn.Module, hidden_size: int) -> dict[str, Any]:
+    """The shape of a token's hidden state at the first layer of a decoder, as in a `ModuleSpec`."""
     inputs = meta_inputs(tower) if isinstance(tower, PreTrainedModel) else None
     if inputs is None or "input_ids" not in inputs:
-        return ()
+        return {}
     shapes: list[tuple[int, ...]] = []
 
     def stop(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shape = tuple(hidden_of(args, kwargs).shape)
-        shapes.append(shape[2:] if shape[:2] == (1, 4) else (hidden_size,))
+        shapes.append(tuple(hidden_of(args, kwargs).shape))
         raise StopIteration
 
     hook = first.register_forward_pre_hook(stop, with_kwargs=True)
     meta_forward(tower, **inputs)
-    if not shapes:  # a forward without a mask may read values of the position ids
-        meta_forward(tower, **inputs, attention_mask=torch.ones(1, 4, dtype=torch.int64, device="cpu"))
     hook.remove()
-    return shapes[0] if shapes and shapes[0] != (hidden_size,) else ()
+    for shape in shapes:
+        for place in range(len(shape) - 2):
+            own = (*shape[:place], *shape[place + 2 :])
+            if shape[place : place + 2] == (1, 4) and own != (hidden_size,):
+                return {"hidden_shape": own, "leading_axes": place}
+    return {}
 
 
 @functools.cache

@@ -25,10 +25,12 @@ from transformers import PreTrainedModel
 from ..kernels.bitfield_attention.hf import needing_words
 from ..plan import LANGUAGE_MODEL, FeatureSpec, ModelSpec, ModuleSpec, ParameterSpec, stage_holds
 from .adapter import adapter_names
+from .carried_values import pack, place, unpack
 from .expert_parallel import without_tokens
 from .features import count_feature_tokens, flat_features, merge_output, required_arguments
 from .lazy_logits import return_lazy_logits, source_of
 from .loss import IGNORE_INDEX, num_target_tokens, token_loss
+from .parallel_linear import hiding_weight
 from .shared_tokens import TOKEN_GROUP, SharedTokens, own_part
 from .spec import ModulePart, layers_of, module_parts
 from .unowned import LayerInterceptor, StageExit, StageRun, is_unowned
@@ -213,7 +215,7 @@ class ModuleStage:
         if self.is_first:
             return []
         if self.module_name == LANGUAGE_MODEL:
-            batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+            batch, length = self._num_tokens(inputs)
             shares = [self.row_shares, *[1] * (self._num_received - 1)]  # ranks have all rows of taps
             return [torch.Size((batch, -(-length // own), *self.module_spec.token_shape)) for own in shares]
         first, group, shapes = self.layers[0], inputs.get(TOKEN_GROUP), []
@@ -249,7 +251,10 @@ class ModuleStage:
     def _sharing(self) -> Iterator[None]:
         """A forward, in which a model's code may fail for matrices of which this rank has a share."""
         try:
-            yield
+            with ExitStack() as stack:
+                for layer in self._embeddings:
+                    stack.enter_context(hiding_weight(layer, layer.forward.words))
+                yield
         except (RuntimeError, TypeError) as error:
             is_shared = any(isinstance(parameter, DTensor) for _, parameter in self.parameters())
             if not is_shared or not re.search("shape|size of tensor|DTensor|broadcast", str(error)):
@@ -258,6 +263,11 @@ class ModuleStage:
                 f"The code of `{type(self.model).__name__}` fails where ranks share the matrices of "
                 f"`{self.module_name}` ({type(error).__name__}: {error}). Use `tp_size=1` for it."
             ) from error
+
+    @cached_property
+    def _embeddings(self) -> list[Any]:
+        """Embeddings whose words ranks share, of which a model's code may read rows by itself."""
+        return [layer for layer in self.model.modules() if hasattr(vars(layer).get("forward"), "words")]
 
     def num_targets(self, inputs: Mapping[str, Any]) -> int:
         """Counts what the loss of this generator, or of the language model, is summed over in a batch."""
@@ -315,6 +325,7 @@ class ModuleStage:
             try:
                 output = forward()
             except StageExit as exit_:
+                run.left = exit_.arguments
                 return None, [exit_.hidden, *run.kept.values()]
         assert self.is_last and run.entered, f"{self.module_name} never reached layer {run.first} or {run.stop}"
         return output, []
@@ -350,7 +361,10 @@ class ModuleStage:
         # of the layer before, and those of taps in the order of their layers
         layers = [first - 1, *self._taps_before(first)][: self._num_received]
         received = dict(zip(layers, states, strict=False))
-        return StageRun(first, stop, received, () if self.is_last else self._taps_before(stop))
+        received = {layer: state.movedim(self._wire_axes, self._model_axes) for layer, state in received.items()}
+        values = unpack(self.module_spec.carried_before(first), states[len(layers) : self._num_received])
+        taps = () if self.is_last else self._taps_before(stop)
+        return StageRun(first, stop, received, partial(place, values), taps)
 
     def _taps_before(self, layer: int) -> tuple[int, ...]:
         """The taps whose states pass the border before a layer beside that of the layer before."""
@@ -386,14 +400,28 @@ class ModuleStage:
             )
         return outputs
 
+    @property
+    def _model_axes(self) -> tuple[int, ...]:
+        """Axes that the model's hidden states have before those of samples and tokens."""
+        return tuple(range(self.module_spec.leading_axes))
+
+    @property
+    def _wire_axes(self) -> tuple[int, ...]:
+        return tuple(2 + axis for axis in self._model_axes)
+
+    def _num_tokens(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
+        """Rows of a batch of the language model, and tokens in each."""
+        batch, length = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+        return batch, length
+
     def _check_shape(self, hidden: Tensor, inputs: Mapping[str, Any]) -> None:
-        tokens = (inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]).shape[:2]
+        tokens = self._num_tokens(inputs)
         found, expected = tuple(hidden.shape), (*tokens, *self.module_spec.token_shape)
         shares_rows = self.module_spec.sequence_parallel and found[1] <= expected[1]
         if found != expected and not (shares_rows and found[::2] == expected[::2]):
             raise ValueError(
                 f"The hidden states between the layers of `{self.module_name}` have the shape {found} for "
-                f"{tuple(tokens)} tokens, but the next stage expects {expected}. Use `pp_size=1` for it, with "
+                f"{tokens} tokens, but the next stage expects {expected}. Use `pp_size=1` for it, with "
                 "`dp_size` or `tp_size` above 1 for more ranks."
             )
 
@@ -443,9 +471,12 @@ class ModuleStage:
         words = needing_words(kwargs.get("attention_words"))
         with words, self._merging(outputs, run), inject_features(self.model, self.parts, outputs) as feature_kwargs:
             output, states = self._intercepted(partial(self.model, **kwargs | feature_kwargs), run)
+        states = [state.movedim(self._model_axes, self._wire_axes) for state in states]
         for state in states:
             self._check_shape(state, inputs)
         sent = [self._to_wire_dtype(state, run.dtype) for state in states]
+        if not self.is_last:
+            sent += pack(self.module_spec, run.stop, run.left, self._num_tokens(inputs), self.input_dtype)
         return self._checked_once(sent or self._last_outputs(output), hidden, inputs)
 
     def _last_outputs(self, output: Any) -> list[Tensor]:

@@ -395,6 +395,7 @@ def with_tp_dims(model: nn.Module, spec: ModelSpec, tp_sizes: Mapping[str, Seque
         splits_rows = (
             name == LANGUAGE_MODEL
             and not module.hidden_shape
+            and not module.carried
             and all(_splits_rows(model, module, own, size) for size, own in styles.items())
         )
         modules[name] = replace(module, parameters=parameters, sequence_parallel=splits_rows)

@@ -7,7 +7,7 @@ import copy
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -145,7 +145,8 @@ def _get_absent(self: nn.Module, name: str) -> Any:
     return nn.Module.__getattr__(self, name)
 
 
-def identity_layer(layer: nn.Module) -> nn.Module:
+def identity_layer(layer: nn.Module, shared: Collection[int] = ()) -> nn.Module:
+    """A layer that hands on its hidden state; of its parts it has those with a parameter among `shared`, by its id."""
     cls = type(layer)
     # a subclass with the layer's plain attributes, so that code around the list of layers (masks by layer type,
     # recording of hidden states by class) still works
@@ -157,7 +158,9 @@ def identity_layer(layer: nn.Module) -> nn.Module:
     # those by which transformers records hidden states, if the model has been run before
     result.__dict__.update({name: copy.copy(value) for name, value in layer.__dict__.items() if "hooks" in name})
     result.__dict__.update(num_outputs=_num_outputs(cls), is_identity_layer=True, gradient_checkpointing=False)
-    result.__dict__["absent"] = {*layer._modules, *layer._parameters, *layer._buffers}
+    kept = {name: part for name, part in layer.named_children() if any(id(p) in shared for p in part.parameters())}
+    result._modules.update(kept)
+    result.__dict__["absent"] = {*layer._modules, *layer._parameters, *layer._buffers} - kept.keys()
     result.train(layer.training)
     return result
 
@@ -166,11 +169,12 @@ def identity_layer(layer: nn.Module) -> nn.Module:
 
 
 class StageExit(Exception):
-    """Raised to leave a forward at the entry of a layer, with the hidden state at that point."""
+    """Raised to leave a forward at the entry of a layer, with its arguments."""
 
-    def __init__(self, hidden: Tensor):
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         super().__init__()
-        self.hidden = hidden
+        self.hidden = hidden_of(args, kwargs)
+        self.arguments = args, kwargs
 
 
 @dataclass
@@ -179,8 +183,11 @@ class StageRun:
     stop: int  # the layer at whose entry the forward stops
     # outputs of earlier layers that were received, by layer: of the one before `first`, and of taps
     received: dict[int, Tensor] = field(default_factory=dict)
+    # puts what else was received among the arguments of the first layer
+    place: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: (args, kwargs)
     taps: tuple[int, ...] = ()  # layers whose outputs are kept for later stages, -1 for the input of the first one
     kept: dict[int, Tensor] = field(default_factory=dict)
+    left: Any = None  # arguments of the layer at whose entry the forward stopped
     probe: bool = False  # stops at the entry of the first layer
     entered: bool = False
     dtype: torch.dtype | None = None  # of the hidden state that the model itself passes to the first layer
@@ -217,7 +224,7 @@ class LayerInterceptor:
             if run is None:
                 return None
             if index == run.stop:
-                raise StageExit(hidden_of(args, kwargs))
+                raise StageExit(args, kwargs)
             if index == 0:
                 args, kwargs = self._enter_first(run, args, kwargs)
             if index == run.first:
@@ -228,7 +235,7 @@ class LayerInterceptor:
                 return None
             arrived = hidden_of(args, kwargs)
             if run.probe:
-                raise StageExit(arrived)
+                raise StageExit(args, kwargs)
             assert run.hidden is not None
             if run.entered:
                 raise ValueError(
@@ -238,6 +245,7 @@ class LayerInterceptor:
             # the input of the layer, since the stage before has also computed what is between the layers (DeepStack
             # adds features)
             args, kwargs = with_hidden(args, kwargs, run.hidden.to(arrived.dtype))
+            args, kwargs = run.place(args, kwargs)
             if not self.checked:
                 _check_arguments(layer, args[1:], kwargs, run.hidden)
                 self.checked = True

@@ -104,6 +104,32 @@ class FeatureSpec:
     index: int | None = None  # index of the tensor if the attribute is a list of several features
 
 
+AXES = ("batch", "length", "tokens")  # of values: samples, tokens of a sample, tokens of all samples
+
+
+@dataclass(frozen=True)
+class CarriedValue:
+    """A value beside the hidden state that layers of a stage read, and that earlier stages have computed."""
+
+    path: tuple[Any, ...]  # the keys that lead to it in `(args, kwargs)` of the first layer that reads it
+    axes: tuple[str | int, ...]  # names of `AXES`, or sizes: `n`, or `-n` for the length up to `n`
+    dtype: str | None  # name of the torch dtype, `None` for that of the hidden state
+    is_part: bool  # layers read parts of it
+
+    @property
+    def is_index(self) -> bool:
+        return self.dtype is not None and self.dtype.startswith(("int", "uint", "bool"))
+
+    @property
+    def width(self) -> int:
+        """Values of a token that cross a border; an index crosses as four of eight bits."""
+        return (4 if self.is_index else 1) * math.prod(abs(axis) for axis in self.axes if isinstance(axis, int))
+
+    def shape(self, batch: int, length: int) -> tuple[int, ...]:
+        sizes: dict[Any, int] = dict(zip(AXES, (batch, length, batch * length), strict=True))
+        return tuple(sizes[a] if isinstance(a, str) else a if a >= 0 else min(-a, length) for a in self.axes)
+
+
 @dataclass(frozen=True)
 class ModuleSpec:
     """A part of the model with a parallel layout of its own: an encoder with its projector, or the language model."""
@@ -127,6 +153,8 @@ class ModuleSpec:
     num_unread: int = 0
     # whether each block starts from the output of the one before; a U-Net's are no chain, and are not cut in any way
     is_chain: bool = True
+    # whether the hidden states between its layers have one width, as those between stages
+    has_one_width: bool = True
     # width of an attention head, the mean where layers differ in it; `hidden_size / num_heads` by default
     head_dim: int | None = None
     attention: str = "sdpa"  # the attention function, such as `"eager"`
@@ -150,8 +178,12 @@ class ModuleSpec:
     expert_ranks: tuple[int, ...] = ()
     # in costs of a layout, whether linear layers in its layers multiply in float8
     float8: bool = False
-    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
+    # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections; and
+    # the number of its axes that the model has before those of samples and tokens
     hidden_shape: tuple[int, ...] = ()
+    leading_axes: int = 0
+    # what else enters a stage that begins with each layer; empty if nothing does at any
+    carried: tuple[tuple[CarriedValue, ...], ...] = ()
 
     @property
     def token_shape(self) -> tuple[int, ...]:
@@ -159,8 +191,16 @@ class ModuleSpec:
         return self.hidden_shape or (self.hidden_size,)
 
     def states_before(self, layer: int) -> int:
-        """Number of hidden states that enter a stage that begins with a layer: of the layer before it, and of taps."""
-        return 1 + sum(tap < layer - 1 for tap in self.taps)
+        """
+        Number of hidden states that enter a stage that begins with a layer: of the layer before it, of taps, and as
+        wide as what else enters it.
+        """
+        width = sum(value.width for value in self.carried_before(layer))
+        return 1 + sum(tap < layer - 1 for tap in self.taps) + -(-width // math.prod(self.token_shape))
+
+    def carried_before(self, layer: int) -> tuple[CarriedValue, ...]:
+        """What enters a stage that begins with a layer beside hidden states."""
+        return self.carried[layer] if layer and layer < len(self.carried) else ()
 
     def row_shares(self, tp_size: int) -> int:
         """Ranks of a tp group among which the rows of norms and residuals in a layer are divided."""
@@ -367,15 +407,6 @@ class ModelSpec:
                 place = min(layer, 0) if layer < module.num_layers else layer  # before, in or behind the layers
                 result[name, layer] = first.setdefault((name, place, alike), layer)
         return result
-
-    def shared_by_layers(self, module: str) -> dict[str, list[int]]:
-        """Parameter -> the layers of a module that share it, of those that several do."""
-        num_layers = self.modules[module].num_layers
-        inner = {
-            name: [layer for owner, layer in uses if owner == module and 0 <= layer < num_layers]
-            for name, uses in self.used_at.items()
-        }
-        return {name: layers for name, layers in inner.items() if len(layers) > 1}
 
     @property
     def num_parameters(self) -> int:

@@ -64,6 +64,11 @@ def _check_chain(spec: ModuleSpec, settings: Mapping[str, tuple[Any, bool]]) -> 
 def _check_stages(spec: ModuleSpec, module: ModulePlan) -> None:
     """Refuses stages and sharding of a module whose blocks are no chain."""
     num_stages, zero_stage = max(len(stages) for stages in module.replicas), module.sharding.zero_stage
+    if num_stages > 1 and not spec.has_one_width:
+        raise ValueError(
+            f"`pp_size={num_stages}` of `{spec.name}`: the layers of its `{spec.stack}` have unlike widths, and what "
+            "passes from stage to stage has one. Use `pp_size=1`, with `dp_size` or `tp_size` above 1 for more ranks."
+        )
     offloads = module.storage.offload_params
     cuts = {"pp_size": (num_stages, num_stages > 1), "zero_stage": (zero_stage, zero_stage > 1)}
     _check_chain(spec, {**cuts, "offload_params": (offloads, offloads)})

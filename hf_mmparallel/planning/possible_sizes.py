@@ -83,7 +83,7 @@ def possible_sizes(
     for name, module in spec.modules.items():
         if whole_matrices(module) is not None:
             only[name]["tp_size"] = 1
-        if spec.shared_by_layers(name) or module.num_unread > 1:
+        if module.num_unread > 1 or not module.has_one_width:
             only[name]["pp_size"] = 1
     if not _can_share_tokens(model, spec, plugin):
         only[LANGUAGE_MODEL]["cp_size"] = 1

@@ -69,25 +69,34 @@ def _without_layers(model):
     model.model.vision_tower.encoder = nn.Linear(2, 2)
 
 
-@pytest.mark.parametrize(
-    ("change", "salient"),
-    [
-        (_without_encoder, r"`get_encoder\('image'\)` finds no encoder"),
-        (_without_layers, "`model.vision_tower` has no list of layers"),
-    ],
-)
-def test_what_has_no_place_in_a_spec_is_refused(change, salient):
+@pytest.mark.parametrize("change", [_without_encoder, _without_layers])
+def test_media_that_no_layers_encode_are_embedded_before_the_language_model(change):
     model = tiny.FAMILIES["llava"]()
     change(model)
-    with pytest.raises(ValueError, match=salient):
+    spec = build_model_spec(model)
+    assert [*spec.modules] == [LANGUAGE_MODEL]
+    layers = {p.layer for p in spec.language_model.parameters if "language_model" not in p.name}
+    assert layers == {-1, 4}  # but the head
+    model.model.language_model.layers = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="`model.language_model` has no list of layers"):
         build_model_spec(model)
+
+
+def test_a_head_may_be_named_as_a_decoder():
+    sizes = {**tiny.TEXT, "local_attention": 8}
+    del sizes["num_key_value_heads"], sizes["tie_word_embeddings"]
+    config = transformers.ModernBertDecoderConfig(
+        **sizes, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2
+    )
+    with torch.device("meta"):
+        spec = build_model_spec(transformers.ModernBertDecoderForCausalLM(config))
+    assert spec.language_model.stack == "model.layers"
 
 
 def test_a_parameter_may_have_many_uses_and_experts_may_all_compute_all_tokens():
     zamba = build_model_spec(hybrids.build("Zamba2ForCausalLM"))
     shared = "model.layers.0.shared_transformer.self_attn.q_proj.weight"
     assert zamba.used_at[shared] == tuple((LANGUAGE_MODEL, layer) for layer in (0, 2, 3))
-    assert zamba.shared_by_layers(LANGUAGE_MODEL)[shared] == [0, 2, 3]
     for layer in (0, 2, 3):
         assert shared in {use.parameter.name for use in zamba.uses[LANGUAGE_MODEL, layer]}
     assert zamba.language_model.layer_kinds == ("both", "state", "both", "both")

@@ -327,12 +327,15 @@ def test_hidden_states_whose_dtype_changes_between_layers_are_refused():
         stage({"input_ids": torch.tensor([[1, 2, 3]])})
 
 
-def test_layers_that_read_weights_of_an_earlier_stage_are_refused():
-    model = tiny.FAMILIES["llama"]()
-    model.model.rotary_emb.register_forward_hook(lambda m, args, out: tuple(t + args[0].mean() for t in out))
-    batch = make_batch("llama")
+def test_what_layers_read_beside_the_hidden_state_is_carried_or_refused():
+    model, batch = tiny.FAMILIES["llama"]().train(), make_batch("llama")
+    stage = llama_stage(copy.deepcopy(model), 2, 1)
+    for owner in (model, stage.model):  # the second one when its values are known
+        rotary = owner.model.rotary_emb
+        rotary.register_forward_hook(lambda m, args, out: tuple(t + args[0].mean(-1, True) for t in out))
+    assert_same(model, make_plan(build_model_spec(model), {LANGUAGE_MODEL: [1, 2]}), batch)
     with pytest.raises(ValueError, match="depends on weights of an earlier stage"):
-        llama_stage(model, 2, 1)(batch, [torch.zeros(*batch["input_ids"].shape, 64)])
+        stage(batch, [torch.zeros(*batch["input_ids"].shape, 64)])
 
 
 def test_identity_layers_return_what_the_layer_returns():

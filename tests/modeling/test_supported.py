@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from hf_mmparallel import MultimodalModel
 from hf_mmparallel.modeling import build_model_spec, check_supported
 from hf_mmparallel.modeling.loading import build_on_meta
-from hf_mmparallel.plan import LANGUAGE_MODEL
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests import tiny
 
 torch.set_num_threads(1)
@@ -123,8 +123,13 @@ def test_an_encoder_that_a_configuration_leaves_out_is_no_module():
     assert list(build_model_spec(model).modules) == ["vision", LANGUAGE_MODEL]
 
 
-def test_layers_of_unknown_width_are_told_of():
+def test_layers_of_unlike_widths_are_no_stages_and_those_of_unknown_width_told_of():
     model = build_on_meta(hf.CONFIG_MAPPING["muse_spark"](text_config={"num_hidden_layers": 4}))
+    spec = build_model_spec(model)
+    assert spec.modules["audio"].hidden_size == 2048
+    with pytest.raises(ValueError, match="`pp_size=2` of `audio`.* unlike widths"):
+        resolve_plan(spec, {name: ModulePlugin(pp_size=1 + (name == "audio")) for name in spec.modules})
+    model.config.audio_config.hidden_sizes = []
     with pytest.raises(ValueError, match="the layers of `audio`.* without `parallel`"):
         build_model_spec(model)
 

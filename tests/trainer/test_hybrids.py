@@ -36,6 +36,7 @@ LAYOUTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("NemotronHForCausalLM", {LM: {"tp_size": 2, "ep_size": 2}}),
     ("Zamba2ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3, **AGAIN}}),
     ("Zamba2ForCausalLM", {LM: {"tp_size": 2}}),
+    ("Zamba2ForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
     ("Llama4ForCausalLM", {LM: {"pp_size": 2, **AGAIN}}),
     ("Llama4ForCausalLM", {LM: {"tp_size": 2}}),
     ("Llama4ForCausalLM", {LM: {"dp_size": 2, "zero_stage": 3}}),

@@ -100,8 +100,13 @@ class DeferredMask:
             'computes with its masks itself. Use `attn_implementation="sdpa"`.'
         )
 
-    def __getitem__(self, index: Any) -> Any:
+    def _not_built(self, other: Any = None) -> Any:
         return self.__getattr__("values")
+
+    def __getitem__(self, index: Any) -> Any:
+        axes = zip(index, self.shape, strict=False) if isinstance(index, tuple) and len(index) == self.ndim else ()
+        whole = [isinstance(part, slice) and part.indices(size) == (0, size, 1) for part, size in axes]
+        return self if whole and all(whole) else self._not_built()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,7 +115,7 @@ class DeferredMask:
             'model\'s layers have another attention than the rest. Use `attn_implementation="sdpa"` for all of it.'
         )
 
-    __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __invert__ = __eq__ = __ne__ = __lt__ = __getitem__
+    __add__ = __radd__ = __mul__ = __rmul__ = __and__ = __rand__ = __invert__ = __eq__ = __ne__ = __lt__ = _not_built
 
     @property
     def is_default(self) -> bool:

@@ -107,6 +107,9 @@ def test_a_model_that_computes_with_its_mask_is_told_what_it_got():
     with pytest.raises(AttributeError, match='has no `dtype`; .* `attn_implementation="sdpa"`'):
         mask.dtype  # noqa: B018
     assert not hasattr(mask, "device") and mask.num_seen == 4
+    assert mask[:, :, 0:, :] is mask
+    with pytest.raises(ValueError, match="has no `values`"):
+        mask[:, :, 1:, :]
     with pytest.raises(ValueError, match="`scaled_dot_product_attention`"):  # BLT's encoder has a config of its own
         torch.nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 4, 8)] * 3, attn_mask=mask)
 
