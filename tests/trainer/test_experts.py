@@ -1,12 +1,13 @@
 """Ranks that share the experts of a mixture give the stock Trainer's losses, gradient norms and final weights."""
 
-import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers import TrainerCallback
 
 from tests import tiny
 from tests.deep_cases import in_turn
@@ -54,27 +55,26 @@ def of_family(name: str, **config: Any) -> dict[str, Any]:
     return {"model": model, "data": data, "max_steps": 3}
 
 
-def train(cases: list[tuple[str, dict[str, Any]]]) -> list[runs.Run]:
-    result = []
-    for family, layout in cases:
-        trainer = runs.make_trainer("llama", {LM: layout}, **of_family(family))
-        check_shares(trainer, layout["ep_size"])
-        result.append(runs.run_of(trainer, evaluate=True))
-        assert trainer.state.log_history[0]["parallel/expert_imbalance/language_model"] > 0
-    return result
+def evaluated(name: str, **config: Any) -> dict[str, Any]:
+    return {"evaluate": True, "per_device_eval_batch_size": 2, **of_family(name, **config)}
 
 
-def check_shares(trainer: Any, ep_size: int) -> None:
-    """This rank has its share of the experts, and no more."""
+def check_shares(trainer: Any) -> None:
+    """This rank has its share of the experts, and no more; their load is logged."""
+    ep_size = trainer.plan.modules[LM].ep_size
     experts = [p for name, p in trainer.model.model.named_parameters() if ".experts." in name and p.numel() > 1]
     assert experts and all(p.shape[0] == 4 and p.to_local().shape[0] == 4 // ep_size for p in experts)
+    trainer.add_callback(LoadIsLogged())
 
 
-def assert_same(family: str, named: dict[str, runs.Run]) -> None:
-    reference = runs.stock("llama", evaluate=True, **of_family(family))
-    for name, run in named.items():
-        runs.assert_same_run(run, reference)
-        assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5), name
+class LoadIsLogged(TrainerCallback):
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert state.log_history[0]["parallel/expert_imbalance/language_model"] > 0
+
+
+def shared(family: str, layout: dict[str, Any]) -> runs.Layout:
+    """A layout whose ranks share experts."""
+    return runs.Layout("llama", {LM: layout}, partial(evaluated, family), check=check_shares)
 
 
 AGAIN = {"activation_checkpointing": True}
@@ -105,25 +105,21 @@ CORE = {
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_layouts_equal_the_stock_trainer(world_size: int):
-    layouts = in_turn(LAYOUTS[world_size], *CORE[world_size])
-    cases = [("Qwen3MoeForCausalLM", layout) for layout in layouts.values()]
-    results = run_distributed(train, world_size, cases, timeout=250)[0]
-    assert_same("Qwen3MoeForCausalLM", dict(zip(layouts, results, strict=True)))
+    every = {name: shared("Qwen3MoeForCausalLM", layout) for name, layout in LAYOUTS[world_size].items()}
+    runs.assert_layouts_equal_the_stock_trainer(world_size, in_turn(every, *CORE[world_size]))
 
 
 @pytest.mark.parametrize("family", runs.deep_but(FAMILIES))
 def test_families_equal_the_stock_trainer(family: str):
-    cases = [(family, LAYOUTS[2][name]) for name in ("within a tp group", "over replicas")]
-    results = run_distributed(train, 2, cases, timeout=200)[0]
-    assert_same(family, {str(layout): run for (_, layout), run in zip(cases, results, strict=True)})
+    layouts = {name: shared(family, LAYOUTS[2][name]) for name in ("within a tp group", "over replicas")}
+    runs.assert_layouts_equal_the_stock_trainer(2, layouts)
 
 
 @pytest.mark.deep
 def test_experts_that_take_blocks_of_rows_equal_the_stock_trainer_on_four_ranks():
-    family, names = "Llama4ForCausalLM", ("over tp and replicas", "stages, recomputed", "pairs of replicas, ZeRO-3")
-    cases = [(family, LAYOUTS[4][name]) for name in names]
-    results = run_distributed(train, 4, cases, timeout=250)[0]
-    assert_same(family, dict(zip(names, results, strict=True)))
+    names = ("over tp and replicas", "stages, recomputed", "pairs of replicas, ZeRO-3")
+    layouts = {name: shared("Llama4ForCausalLM", LAYOUTS[4][name]) for name in names}
+    runs.assert_layouts_equal_the_stock_trainer(4, layouts)
 
 
 def of_one_rank() -> dict[str, Any]:
@@ -133,16 +129,6 @@ def of_one_rank() -> dict[str, Any]:
         if name.endswith("router.bias"):
             parameter.data[:2] += 100
     return arguments
-
-
-def train_on_one_rank() -> list[runs.Run]:
-    layouts = (LAYOUTS[2][name] for name in ("within a tp group", "over replicas"))
-    return [runs.parallel_run("llama", {LM: layout}, **of_one_rank()) for layout in layouts]
-
-
-def test_ranks_whose_experts_get_no_token_take_part():
-    for run in run_distributed(train_on_one_rank, 2)[0]:
-        runs.assert_same_run(run, runs.stock("llama", **of_one_rank()))
 
 
 # The loss over the experts' load
@@ -168,30 +154,21 @@ BALANCED_LAYOUTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = 
 }
 
 
-def train_balanced(family: str, layouts: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[runs.Run]:
-    result = []
-    for layout, arguments in layouts:
-        arguments = {"per_device_eval_batch_size": 2, **of_family(family, **BALANCED), **arguments}
-        schedule = {"schedule": arguments.pop("schedule", "1f1b")}
-        parallel = {"modules": {LM: layout}, **schedule}
-        result.append(runs.parallel_run("llama", parallel, evaluate=True, **arguments))
-    return result
-
-
-def assert_balanced(family: str, world_size: int, names: list[str]) -> None:
-    layouts = BALANCED_LAYOUTS[world_size]
-    arguments = {"per_device_eval_batch_size": 2, **of_family(family, **BALANCED)}
-    reference = runs.stock("llama", evaluate=True, **arguments)
-    results = run_distributed(train_balanced, world_size, family, [layouts[name] for name in names], timeout=250)[0]
-    for name, run in zip(names, results, strict=True):
-        runs.assert_same_run(run, reference)
-        assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5), name
+def balanced(family: str, world_size: int) -> dict[str, runs.Layout]:
+    """Layouts of a family with the loss over the load of its experts."""
+    found = {}
+    for name, (layout, arguments) in BALANCED_LAYOUTS[world_size].items():
+        ours = {**arguments}
+        parallel = {"modules": {LM: layout}, "schedule": ours.pop("schedule", "1f1b")}
+        found[name] = runs.Layout("llama", parallel, partial(evaluated, family, **BALANCED), ours)
+    return found
 
 
 @pytest.mark.parametrize("world_size", BALANCED_LAYOUTS)
 def test_a_loss_over_the_load_of_experts_is_that_of_the_whole_batch(world_size: int):
-    core = {2: ("cp",), 4: ("stages, split backwards",)}
-    assert_balanced("Qwen3MoeForCausalLM", world_size, [*in_turn(BALANCED_LAYOUTS[world_size], *core[world_size])])
+    core = {2: ("cp",), 4: ("stages, split backwards",)}[world_size]
+    chosen = in_turn(balanced("Qwen3MoeForCausalLM", world_size), *core)
+    runs.assert_layouts_equal_the_stock_trainer(world_size, chosen)
 
 
 # those that have no such loss, and the one above
@@ -200,81 +177,52 @@ UNBALANCED = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalL
 
 @pytest.mark.parametrize("family", runs.deep_but([family for family in FAMILIES if family not in UNBALANCED]))
 def test_losses_over_the_load_of_experts_of_families(family: str):
-    assert_balanced(family, 2, ["experts of a tp group", "several microbatches, recomputed", "stages"])
+    names = ("experts of a tp group", "several microbatches, recomputed", "stages")
+    runs.assert_layouts_equal_the_stock_trainer(2, {name: balanced(family, 2)[name] for name in names})
 
 
-# Frozen parts, adapters and what is refused
+# Frozen parts, adapters, a multimodal model
 
 SPREAD = {"dp_size": 2, "ep_size": 2}
-FROZEN = {
-    "router": {**SPREAD, "freeze": r"\.gate\."},
-    "experts": {**SPREAD, "freeze": r"\.experts\.", **AGAIN},
-    # the experts of the first layer have no backward on any rank
-    "first layers": {**SPREAD, "freeze": [r"layers\.0\.", "embed_tokens"]},
-}
+WITHIN = {"tp_size": 2, "ep_size": 2}
+PLAIN = partial(of_family, "Qwen3MoeForCausalLM")
+LORA = {"peft_config": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}}
+BESIDE = {"colocate_with": VISION}
 
 
-def train_frozen(layouts: list[dict[str, Any]]) -> list[runs.Run]:
-    return [runs.parallel_run("llama", {LM: layout}, **of_family("Qwen3MoeForCausalLM")) for layout in layouts]
-
-
-def test_frozen_parts_equal_the_stock_trainer():
-    layouts = [*in_turn(FROZEN, "first layers").values()]
-    for run, layout in zip(run_distributed(train_frozen, 2, layouts)[0], layouts, strict=True):
-        freeze = {LM: layout["freeze"]}
-        runs.assert_same_run(run, runs.stock("llama", freeze=freeze, **of_family("Qwen3MoeForCausalLM")))
-
-
-def train_adapters(layouts: list[dict[str, Any]]) -> list[runs.Run]:
-    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    arguments = of_family("Qwen3MoeForCausalLM")
-    result = []
-    for layout in layouts:
-        model = copy.deepcopy(arguments["model"])
-        layout = {LM: {**layout, "peft_config": lora}}
-        result.append(runs.parallel_run("llama", layout, **{**arguments, "model": model}))
-    return result
-
-
-@pytest.mark.deep
-def test_adapters_beside_shared_experts_equal_those_of_one_rank():
-    alone = run_distributed(train_adapters, 1, [{}])[0][0]
-    for run in run_distributed(train_adapters, 2, [SPREAD, {"tp_size": 2, "ep_size": 2}])[0]:
-        runs.assert_same_run(run, alone)
-
-
-# A multimodal model
-
-
-def test_a_multimodal_model_equals_the_stock_trainer():
-    layout = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "ep_size": 2, "colocate_with": VISION}}
-    runs.assert_a_layout_equals_the_stock_trainer("qwen3_vl_moe", layout, max_steps=3)
-
-
-def balanced_images() -> dict[str, Any]:
+def with_images(**config: Any) -> dict[str, Any]:
     model = tiny.FAMILIES["qwen3_vl_moe"]()
-    for name, value in BALANCED.items():
+    for name, value in config.items():
         setattr(model.config.text_config, name, value)
     return {"model": model, "max_steps": 3, "evaluate": True, "per_device_eval_batch_size": 2}
 
 
-def train_balanced_images() -> runs.Run:
-    layout = {VISION: {"dp_size": 2}, LM: {"pp_size": 2, "colocate_with": VISION}}
-    return runs.parallel_run("qwen3_vl_moe", layout, **balanced_images())
+OTHERS: dict[str, runs.Layout] = {
+    "a frozen router": runs.Layout("llama", {LM: {**SPREAD, "freeze": r"\.gate\."}}, PLAIN),
+    "frozen experts": runs.Layout("llama", {LM: {**SPREAD, "freeze": r"\.experts\.", **AGAIN}}, PLAIN),
+    # the experts of the first layer have no backward on any rank
+    "frozen first layers": runs.Layout("llama", {LM: {**SPREAD, "freeze": [r"layers\.0\.", "embed_tokens"]}}, PLAIN),
+    "adapters, over replicas": runs.Layout("llama", {LM: {**SPREAD, **LORA}}, PLAIN, alone={LM: LORA}),
+    "adapters, within a tp group": runs.Layout("llama", {LM: {**WITHIN, **LORA}}, PLAIN, alone={LM: LORA}),
+    "no token for the experts of a rank": runs.Layout("llama", {LM: SPREAD}, of_one_rank),
+    "no token for the experts of a rank of a tp group": runs.Layout("llama", {LM: WITHIN}, of_one_rank),
+    "images": runs.Layout("qwen3_vl_moe", {VISION: {"dp_size": 2}, LM: {**SPREAD, **BESIDE}}, with_images),
+    "images, balanced": runs.Layout(
+        "qwen3_vl_moe", {VISION: {"dp_size": 2}, LM: {"pp_size": 2, **BESIDE}}, partial(with_images, **BALANCED)
+    ),
+}
+ALWAYS = ("frozen first layers", "images", *(name for name in OTHERS if name.startswith("no token")))
 
 
-@pytest.mark.deep
-def test_a_multimodal_model_balances_its_experts_over_the_whole_batch():
-    run, reference = run_distributed(train_balanced_images, 2)[0], runs.stock("qwen3_vl_moe", **balanced_images())
-    runs.assert_same_run(run, reference)
-    assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+def test_what_else_a_mixture_has_equals_the_stock_trainer():
+    runs.assert_layouts_equal_the_stock_trainer(2, in_turn(OTHERS, *ALWAYS))
 
 
 # Checkpoints
 
 SAVED = {"max_steps": 4, "optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-OTHERS = {
-    "tp": {"tp_size": 2, "ep_size": 2},
+RESUMED = {
+    "tp": WITHIN,
     "no sharing": {"tp_size": 2},
     "ZeRO": {"dp_size": 2, "ep_size": 2, "zero_stage": 1},
     "from a folder": SPREAD,
@@ -282,27 +230,20 @@ OTHERS = {
 
 
 def save_and_resume(folder: Path, others: dict[str, dict[str, Any]]) -> list[runs.Run]:
-    family = {**of_family("Qwen3MoeForCausalLM"), **SAVED}
+    def run(name: str, layout: dict[str, Any], checkpoint: Path | None = None) -> runs.Run:
+        # experts of a checkpoint are read by the ranks that have them
+        model = {"model": str(checkpoint)} if name == "from a folder" else {}
+        return runs.saving_run("llama", folder / name, {LM: layout}, checkpoint, **{**PLAIN(), **SAVED, **model})
 
-    def run(name: str, layout: dict[str, Any], checkpoint: Path | None = None, model: Any = None) -> runs.Run:
-        model = copy.deepcopy(family["model"]) if model is None else model
-        return runs.saving_run("llama", folder / name, {LM: layout}, checkpoint, **{**family, "model": model})
-
-    results = [run("first", SPREAD)]
-    checkpoint = folder / "first" / "checkpoint-2"
-    # experts of a checkpoint are read by the ranks that have them
-    models = {"from a folder": str(checkpoint)}
-    return results + [run(name, layout, checkpoint, models.get(name)) for name, layout in others.items()]
+    first, checkpoint = run("first", SPREAD), folder / "first" / "checkpoint-2"
+    return [first, *(run(name, layout, checkpoint) for name, layout in others.items())]
 
 
 def test_runs_go_on_under_other_layouts(tmp_path: Path):
-    family = {**of_family("Qwen3MoeForCausalLM"), **SAVED}
-    reference = runs.stock("llama", **family)
-    first, *resumed = run_distributed(save_and_resume, 2, tmp_path, in_turn(OTHERS, "tp"), timeout=200)[0]
-    runs.assert_same_run(first, reference, rtol=1e-4, atol=2e-5)
-    for run in resumed:
+    reference = runs.stock("llama", **{**PLAIN(), **SAVED})
+    found = run_distributed(save_and_resume, 2, tmp_path, in_turn(RESUMED, "tp"), timeout=200)[0]
+    for run in found:
         runs.assert_same_run(run, reference, rtol=1e-4, atol=2e-5)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "checkpoint-4")
     for name, value in saved.state_dict().items():
-        assert first.weights is not None
-        torch.testing.assert_close(value, first.weights[name])
+        torch.testing.assert_close(value, found[0].weights[name])

@@ -103,16 +103,12 @@ def words(kinds: tuple[str, ...], layer: int | None = None, **arguments: Any) ->
 
 def launched(cases: Mapping[str, Any], world_size: int) -> dict[str, runs.Layout]:
     """The cases of so many ranks."""
-    return {
-        name: (
-            "llava",
-            layout,
-            partial(words, kinds, more.get("layer")),
-            {k: v for k, v in more.items() if k != "layer"},
-        )
-        for name, (kinds, size, layout, more) in cases.items()
-        if size == world_size
-    }
+    found = {}
+    for name, (kinds, size, layout, more) in cases.items():
+        if size == world_size:
+            ours = {key: value for key, value in more.items() if key != "layer"}
+            found[name] = runs.Layout("llava", layout, partial(words, kinds, more.get("layer")), ours)
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

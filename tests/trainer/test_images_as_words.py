@@ -111,7 +111,7 @@ def words_of(name: str) -> dict[str, Any]:
 @pytest.mark.distributed
 def test_layouts_equal_the_stock_trainer():
     chosen = in_turn(LAYOUTS, "stages of Emu3")
-    layouts = {key: ("llava", layout, partial(words_of, name), {}) for key, (name, layout) in chosen.items()}
+    layouts = {key: runs.Layout("llava", layout, partial(words_of, name)) for key, (name, layout) in chosen.items()}
     runs.assert_layouts_equal_the_stock_trainer(2, layouts)
 
 

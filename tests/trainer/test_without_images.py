@@ -9,7 +9,6 @@ import shrunk_models
 
 from tests import tiny
 from tests.deep_cases import in_turn
-from tests.distributed import run_distributed
 
 from . import runs
 
@@ -49,8 +48,7 @@ LAYOUTS: dict[int, dict[str, Layout]] = {  # by the number of ranks
     },
     3: {"experts beside a tower": (DEEP_MOE, {VISION: AGAIN, LM: {"dp_size": 2, "ep_size": 2, **AGAIN}})},
 }
-CORE = {2: ("experts of a tp group",), 3: ()}
-WITH_LORA = {2: ("ZeRO-3 beside stages",), 3: ()}
+CORE = {2: ("experts of a tp group", "ZeRO-3 beside stages, LoRA"), 3: ()}
 IN_ORDER: dict[str, Any] = {"microbatch_assignment": "contiguous"}  # else one microbatch would get all images
 
 
@@ -73,39 +71,19 @@ def words_of(family: str) -> dict[str, Any]:
     return {"data": rows, **own, **steps}
 
 
-def adapted_run(family: str, layout: dict[str, Any], **others: Any) -> runs.Run:
-    layout = {**layout, VISION: {**layout[VISION], "peft_config": LORA}}
-    return runs.without_originals(runs.parallel_run(family, layout, **words_of(family), **others))
-
-
-def train(layouts: dict[str, Layout], adapted: dict[str, Layout]) -> dict[str, runs.Run]:
-    results = {
-        name: runs.parallel_run(family, layout, **words_of(family), **IN_ORDER)
-        for name, (family, layout) in layouts.items()
-    }
-    return results | {f"{name}, LoRA": adapted_run(*layout, **IN_ORDER) for name, layout in adapted.items()}
-
-
-def alone(families: list[str]) -> dict[str, runs.Run]:
-    """The stock Trainer, whose batch is the global batch, with the adapters of the same seed."""
-    layout = {VISION: {}, LM: {"colocate_with": VISION}}
-    batch = {"per_device_train_batch_size": runs.GLOBAL_BATCH}
-    return {family: adapted_run(family, layout, **batch) for family in families}
+def cases_of(num_ranks: int) -> dict[str, runs.Layout]:
+    """Each layout, and with adapters of the encoder."""
+    found = {}
+    for name, (family, layout) in LAYOUTS[num_ranks].items():
+        words = functools.partial(words_of, family)
+        found[name] = runs.Layout(family, layout, words, IN_ORDER)
+        adapted = {**layout, VISION: {**layout[VISION], "peft_config": LORA}}
+        alone = {VISION: {"peft_config": LORA}, LM: {"colocate_with": VISION}}
+        found[f"{name}, LoRA"] = runs.Layout(family, adapted, words, IN_ORDER, alone=alone)
+    return found
 
 
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
 def test_every_layout_equals_the_stock_trainer_where_images_are_missing(num_ranks: int):
-    layouts = in_turn(LAYOUTS[num_ranks], *CORE[num_ranks])
-    named = {f"{name}, LoRA": name for name in LAYOUTS[num_ranks]}
-    chosen = in_turn(named, *(f"{name}, LoRA" for name in WITH_LORA[num_ranks])).values()
-    adapted = {name: LAYOUTS[num_ranks][name] for name in chosen}
-    if not layouts and not adapted:
-        return
-    first = run_distributed(train, num_ranks, layouts, adapted, timeout=290)[0]
-    for name, (family, _) in layouts.items():
-        runs.assert_same_run(first[name], runs.stock(family, **words_of(family)))
-    families = list(dict.fromkeys(family for family, _ in adapted.values()))
-    one_process = run_distributed(alone, 1, families, timeout=290)[0]
-    for name, (family, _) in adapted.items():
-        assert any("lora" in weight for weight in one_process[family].weights or {})
-        runs.assert_same_run(first[f"{name}, LoRA"], one_process[family])
+    chosen = in_turn(cases_of(num_ranks), *CORE[num_ranks])
+    runs.assert_layouts_equal_the_stock_trainer(num_ranks, chosen)
