@@ -15,7 +15,7 @@ from hf_mmparallel.modeling import build_model_spec, count_feature_tokens
 from tests import tiny
 from tests.deep_cases import third
 
-from .conversations import left_padded
+from .conversations import assert_same_batch, left_padded
 
 SMALL = {**tiny.TEXT, "num_hidden_layers": 2, "attention_dropout": 0.0}
 HEADS = {**SMALL, "head_dim": 16}
@@ -60,11 +60,7 @@ AXES_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]  # whose positions have t
 
 def make_model(family: str, attention: str) -> Any:
     """A model of the family whose language model has this attention function."""
-    model = TEXT_FAMILIES[family]() if family in TEXT_FAMILIES else tiny.FAMILIES[family]()
-    text = model.config.get_text_config()
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({keys[0] if keys else "": attention})
-    return model.train()
+    return tiny.attending((TEXT_FAMILIES.get(family) or tiny.FAMILIES[family])(), attention).train()
 
 
 def data_family(family: str) -> str:
@@ -74,11 +70,6 @@ def data_family(family: str) -> str:
 def packer(family: str, model: Any = None, **settings: Any) -> PackingCollator:
     collate: Any = tiny.collate(data_family(family))
     return PackingCollator(collate, model or make_model(family, "bitfield"), **settings)
-
-
-def assert_same(batch: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert batch.keys() == wanted.keys()
-    assert all(torch.equal(batch[name], value) for name, value in wanted.items())
 
 
 def samples_of(family: str, count: int = 4, **settings: Any) -> list[dict[str, Tensor]]:
@@ -147,7 +138,7 @@ def test_padding_at_the_end_and_at_the_left_changes_nothing():
     samples, model, collate = samples_of("gemma3"), make_model("gemma3", "bitfield"), tiny.collate("gemma3")
     plain = packer("gemma3")(samples)
     left = PackingCollator(lambda samples: left_padded(collate(list(samples))), model)
-    assert_same(left(samples), plain)
+    assert_same_batch(left(samples), plain)
     padded = packer("gemma3", pad_to_multiple_of=64)(samples)
     length = plain["input_ids"].shape[1]
     assert padded["input_ids"].shape == (1, 128) and length < 128
@@ -244,7 +235,7 @@ def test_it_is_sent_to_workers_without_weights_and_has_the_tokenizer_for_the_tra
     unused = len(pickle.dumps(pack))
     wanted, sent = pack(samples), pickle.dumps(pack)
     assert len(sent) == unused < 50_000
-    assert_same(pickle.loads(sent)(samples), wanted)
+    assert_same_batch(pickle.loads(sent)(samples), wanted)
     assert pack.tokenizer == "the tokenizer" and not hasattr(packer(family), "tokenizer")
 
 

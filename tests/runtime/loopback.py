@@ -33,6 +33,7 @@ from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.message_queues import Handle, Transport
 from hf_mmparallel.runtime.work import StepResult
 from hf_mmparallel.schedule import build_program
+from tests import tiny
 
 TIMEOUT_S = 15.0
 
@@ -201,14 +202,6 @@ class ThreadCollectives:
         output.copy_(torch.cat(parts))
 
 
-def with_words(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with a language model that reads the words of packed rows."""
-    text = model.config.get_text_config()
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({keys[0] if keys else "": "bitfield"})
-    return model
-
-
 @dataclass
 class Outcome:
     """What a step left in all ranks together."""
@@ -251,8 +244,8 @@ def run_loopback(
     copies = [copy.deepcopy(model) for _ in range(plan.world_size)]
     shared = context_groups(plan)
     if shared:
-        collator = PackingCollator(collator, with_words(copy.deepcopy(model)))
-        copies = [with_words(own) for own in copies]
+        collator = PackingCollator(collator, tiny.attending(copy.deepcopy(model)))
+        copies = [tiny.attending(own) for own in copies]
         for own in copies:
             start_anew_at_samples(own)
     groups = {ranks: ThreadGroup(ranks) for ranks in shared}

@@ -5,10 +5,13 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shrunk_batches
+import shrunk_models
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
@@ -74,10 +77,10 @@ def case(family: str, parallel: Any, always: bool = False, **arguments: Any) -> 
     return deep(family, parallel, arguments, unless=always, id=f"{family}, {parallel}")
 
 
-def ranks_of(family: str, parallel: Any) -> int:
+def ranks_of(family: str, parallel: Any, model: Any = None, **_: Any) -> int:
     """How many ranks a layout has."""
     plugin = MultimodalParallelPlugin.from_any(parallel)
-    return plan_for_model(plugin, build_model_spec(tiny.FAMILIES[family]()), None).world_size
+    return plan_for_model(plugin, build_model_spec(model or tiny.FAMILIES[family]()), None).world_size
 
 
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
@@ -109,25 +112,37 @@ def _stock(family: str, freeze: dict[str, Any] | None, arguments: dict[str, Any]
     return run_of(stock_trainer(family, model=model, **arguments), evaluate)
 
 
-def stock_trainer(family: str = "llava", output_dir: str | None = None, **arguments: Any) -> Any:
-    """The stock Trainer, whose batch is the global batch where nothing else is said."""
+def stock_trainer(family: str = "llava", output_dir: str | None = None, cls: Any = Trainer, **arguments: Any) -> Any:
+    """The stock Trainer, whose batch is the global batch where nothing else is said, or a class of its arguments."""
     words = words_of(family, arguments)
     arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
-    return Trainer(args=TrainingArguments(output_dir=output_dir or run_folder(), **arguments), **words)
+    return cls(args=TrainingArguments(output_dir=output_dir or run_folder(), **arguments), **words)
 
 
 def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the constructor of a Trainer is given besides arguments, taken out of them, or the usual."""
     data = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
     optional = ("optimizers", "callbacks", "compute_metrics", "preprocess_logits_for_metrics", "sample_tokens")
-    optional += ("compute_loss_func",)
+    optional += ("compute_loss_func", "processing_class")
     return {
         "model": arguments.pop("model", None) or tiny.FAMILIES[family](),
         "train_dataset": data,
         "eval_dataset": arguments.pop("eval_dataset", None) or (data[:7] if isinstance(data, list) else None),
-        "data_collator": arguments.pop("data_collator", None) or tiny.collate(family),
+        "data_collator": arguments.pop("data_collator", tiny.collate(family)),
         **{name: arguments.pop(name) for name in optional if name in arguments},
     }
+
+
+@cache
+def shrunk_samples(family: str, count: int) -> shrunk_batches.Samples:
+    return shrunk_batches.make_samples(shrunk_models.build(family), family, count)
+
+
+def shrunk(family: str, count: int = 2 * GLOBAL_BATCH, **arguments: Any) -> dict[str, Any]:
+    """A tiny model of any family of transformers and its samples, with further words of both Trainers."""
+    samples = shrunk_samples(family, count)
+    words = {"model": shrunk_models.build(family), "data": samples.rows, "data_collator": samples.collate}
+    return {**words, **arguments}
 
 
 def with_small_normalizers(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -143,11 +158,13 @@ def draw_nothing() -> None:
     report.gantt_png = report.balance_png = lambda *args, **kwargs: None
 
 
-def our_trainer(family: str = "llava", output_dir: str | None = None, **arguments: Any) -> Any:
-    """Our Trainer, as a user makes it on one process."""
+def our_trainer(
+    family: str = "llava", output_dir: str | None = None, cls: Any = MultimodalParallelTrainer, **arguments: Any
+) -> Any:
+    """Our Trainer, or a subclass, as a user makes it on one process."""
     words = words_of(family, arguments)
     args = MultimodalTrainingArguments(output_dir=output_dir or run_folder(), **{**COMMON, **arguments})
-    return MultimodalParallelTrainer(args=args, **words)
+    return cls(args=args, **words)
 
 
 def make_trainer(

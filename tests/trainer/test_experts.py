@@ -18,41 +18,16 @@ from . import runs
 pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
-TEXT = {**tiny.HEADS, "num_hidden_layers": 2}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
-ROUTED |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
-LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
-LATENT |= {"head_dim": 8}
-# Class -> configuration
-FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen3MoeForCausalLM": {**TEXT, **EXPERTS},
-    "MixtralForCausalLM": {**TEXT, **LOCAL},
-    "GptOssForCausalLM": {**TEXT, **LOCAL, "layer_types": ["sliding_attention", "full_attention"]},
-    "DeepseekV3ForCausalLM": {**TEXT, **ROUTED, **LATENT, "num_key_value_heads": 4},
-    "GraniteMoeForCausalLM": {**TEXT, **LOCAL},
-    "Glm4MoeForCausalLM": {**TEXT, **ROUTED},
-    "Ernie4_5_MoeForCausalLM": {**TEXT, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
-    "Llama4ForCausalLM": {
-        **TEXT,
-        **LOCAL,
-        "head_dim": 16,
-        "intermediate_size_mlp": 64,
-        "interleave_moe_layer_step": 1,
-    },
-}
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "granitemoe", "glm4_moe", "ernie4_5_moe", "llama4_text")
 
 
-def of_family(name: str, **config: Any) -> dict[str, Any]:
-    """A seeded model and its samples."""
-    cls = getattr(transformers, name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**{**FAMILIES[name], **config}))
-    # a batch of one sample is the last: all replicas but one have none
-    data = tiny.make_dataset("llama", 2 * runs.GLOBAL_BATCH + 1)
-    return {"model": model, "data": data, "max_steps": 3}
+def of_family(name: str, **settings: Any) -> dict[str, Any]:
+    """A seeded model and its samples. A batch of one sample is the last: all replicas but one have none."""
+    words = runs.shrunk(name, 2 * runs.GLOBAL_BATCH + 1, max_steps=3)
+    for name, value in settings.items():
+        setattr(words["model"].config, name, value)
+        setattr(words["model"], name, value)
+    return words
 
 
 def evaluated(name: str, **config: Any) -> dict[str, Any]:
@@ -105,7 +80,7 @@ CORE = {
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_layouts_equal_the_stock_trainer(world_size: int):
-    every = {name: shared("Qwen3MoeForCausalLM", layout) for name, layout in LAYOUTS[world_size].items()}
+    every = {name: shared("qwen3_moe", layout) for name, layout in LAYOUTS[world_size].items()}
     runs.assert_layouts_equal_the_stock_trainer(world_size, in_turn(every, *CORE[world_size]))
 
 
@@ -118,13 +93,13 @@ def test_families_equal_the_stock_trainer(family: str):
 @pytest.mark.deep
 def test_experts_that_take_blocks_of_rows_equal_the_stock_trainer_on_four_ranks():
     names = ("over tp and replicas", "stages, recomputed", "pairs of replicas, ZeRO-3")
-    layouts = {name: shared("Llama4ForCausalLM", LAYOUTS[4][name]) for name in names}
+    layouts = {name: shared("llama4_text", LAYOUTS[4][name]) for name in names}
     runs.assert_layouts_equal_the_stock_trainer(4, layouts)
 
 
 def of_one_rank() -> dict[str, Any]:
     """A model whose routers send all tokens to the first experts."""
-    arguments = of_family("GptOssForCausalLM")
+    arguments = of_family("gpt_oss")
     for name, parameter in arguments["model"].named_parameters():
         if name.endswith("router.bias"):
             parameter.data[:2] += 100
@@ -167,12 +142,12 @@ def balanced(family: str, world_size: int) -> dict[str, runs.Layout]:
 @pytest.mark.parametrize("world_size", BALANCED_LAYOUTS)
 def test_a_loss_over_the_load_of_experts_is_that_of_the_whole_batch(world_size: int):
     core = {2: ("cp",), 4: ("stages, split backwards",)}[world_size]
-    chosen = in_turn(balanced("Qwen3MoeForCausalLM", world_size), *core)
+    chosen = in_turn(balanced("qwen3_moe", world_size), *core)
     runs.assert_layouts_equal_the_stock_trainer(world_size, chosen)
 
 
 # those that have no such loss, and the one above
-UNBALANCED = ("Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Llama4ForCausalLM")
+UNBALANCED = ("qwen3_moe", "deepseek_v3", "glm4_moe", "llama4_text")
 
 
 @pytest.mark.parametrize("family", runs.deep_but([family for family in FAMILIES if family not in UNBALANCED]))
@@ -185,7 +160,7 @@ def test_losses_over_the_load_of_experts_of_families(family: str):
 
 SPREAD = {"dp_size": 2, "ep_size": 2}
 WITHIN = {"tp_size": 2, "ep_size": 2}
-PLAIN = partial(of_family, "Qwen3MoeForCausalLM")
+PLAIN = partial(of_family, "qwen3_moe")
 LORA = {"peft_config": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}}
 BESIDE = {"colocate_with": VISION}
 

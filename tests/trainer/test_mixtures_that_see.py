@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shrunk_batches
-import shrunk_models
 
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
@@ -39,19 +37,8 @@ def case(family: int, way: int, **more: Any) -> runs.Layout:
         model["freeze"] = r"\.(gate|router)\."
     layout = {VISION: {**TOWERS[turn % 3], "colocate_with": LM}, LM: model}
     packing = turn % 2 == 0 or "cp_size" in model
-    words = functools.partial(words_of, FAMILIES[family])
+    words = functools.partial(runs.shrunk, FAMILIES[family], max_steps=2, warmup_steps=0)
     return runs.Layout(FAMILIES[family], layout, words, {"packing": packing}, alone=ALONE if more else None)
-
-
-@functools.cache
-def samples_of(family: str) -> shrunk_batches.Samples:
-    return shrunk_batches.make_samples(shrunk_models.build(family), family, 2 * runs.GLOBAL_BATCH)
-
-
-def words_of(family: str) -> dict[str, Any]:
-    samples = samples_of(family)
-    data = {"model": shrunk_models.build(family), "data": samples.rows, "data_collator": samples.collate}
-    return {**data, "max_steps": 2, "warmup_steps": 0}
 
 
 def test_layouts_equal_the_stock_trainer():
@@ -66,13 +53,14 @@ def test_adapters_train_alike_in_stages_and_on_one_process():
 
 def on_from_the_second_step(folder: Path) -> list[runs.Run]:
     """A run with a learning rate for the tower, and one that goes on in another layout from its checkpoint."""
-    words = {**words_of("qwen3_5_moe"), "max_steps": 4, "optim": "adamw_torch", "adam_epsilon": 1e-4}
+    saved = {"max_steps": 4, "warmup_steps": 0, "optim": "adamw_torch", "adam_epsilon": 1e-4}
     tower = {"learning_rate": 3e-3, "weight_decay": 0.2, "colocate_with": LM}
     source = {VISION: {"dp_size": 4, **tower}, LM: {"dp_size": 2, "pp_size": 2, "zero_stage": 1}}
     target = {VISION: {"cp_size": 4, **tower}, LM: {"cp_size": 2, "dp_size": 2, "ep_size": 4, "cp_block": 8}}
-    straight = runs.saving_run("qwen3_5_moe", folder / "a", source, **words)
-    words["model"] = shrunk_models.build("qwen3_5_moe")
-    return [straight, runs.saving_run("qwen3_5_moe", folder / "b", target, folder / "a" / "checkpoint-2", **words)]
+    runs_of = functools.partial(runs.saving_run, "qwen3_5_moe")
+    straight = runs_of(folder / "a", source, **runs.shrunk("qwen3_5_moe", **saved))
+    checkpoint = folder / "a" / "checkpoint-2"
+    return [straight, runs_of(folder / "b", target, checkpoint, **runs.shrunk("qwen3_5_moe", **saved))]
 
 
 @pytest.mark.deep

@@ -1,6 +1,5 @@
 """Layouts whose copies divide the optimizer's state give the stock Trainer's losses, gradient norms and weights."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,40 +97,6 @@ def test_what_is_sharded_trains_as_without_sharding(zero_stage: int):
     half, adapters = run_distributed(with_and_without, 4, zero_stage)[0]
     runs.assert_same_run(*half, rtol=1e-2, atol=1e-3)
     runs.assert_same_run(*adapters)
-
-
-# Checkpoints
-
-SHARDED = {1: both(1, tp_size=2), 3: both(3, tp_size=2)}
-GROUPED = both(2, dp_size=4, shard_size=2)
-UNSHARDED = {VISION: {"tp_size": 2}, LM: {"pp_size": 2}}
-
-
-def resumed(zero_stage: int, folder: Path) -> list[runs.Run]:
-    """
-    A run under a sharded layout; then runs that go on from the middle of it, under the same layout and another, and
-    one under the sharded layout that goes on from the middle of a run under a third.
-    """
-
-    def run(parallel: Any, name: str, start: str | None = None) -> runs.Run:
-        checkpoint = None if start is None else folder / start / "checkpoint-2"
-        return runs.saving_run("llava", folder / name, parallel, checkpoint, **ADAMW)
-
-    parallel = SHARDED[zero_stage]
-    straight, again = run(parallel, "straight"), run(parallel, "again", "straight")
-    run(GROUPED, "grouped")  # of four steps as well, since `max_steps` shapes the schedule
-    return [straight, again, run(UNSHARDED, "away", "straight"), run(parallel, "back", "grouped")]
-
-
-@pytest.mark.distributed
-@pytest.mark.deep
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_sharded_run_goes_on_as_it_was_and_under_any_layout(zero_stage: int, tmp_path: Path):
-    straight, again, away, back = run_distributed(resumed, 4, zero_stage, tmp_path, timeout=200)[0]
-    assert again.logs == straight.logs and again.weights and straight.weights
-    assert all(torch.equal(again.weights[name], weight) for name, weight in straight.weights.items())
-    for run in (away, back):
-        runs.assert_same_run(run, straight, rtol=1e-4, atol=2e-5)
 
 
 # Microbatches unlike those of other replicas

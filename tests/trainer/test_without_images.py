@@ -4,8 +4,6 @@ import functools
 from typing import Any
 
 import pytest
-import shrunk_batches
-import shrunk_models
 
 from tests import tiny
 from tests.deep_cases import in_turn
@@ -52,23 +50,16 @@ CORE = {2: ("experts of a tp group", "ZeRO-3 beside stages, LoRA"), 3: ()}
 IN_ORDER: dict[str, Any] = {"microbatch_assignment": "contiguous"}  # else one microbatch would get all images
 
 
-@functools.cache
-def samples_of(family: str) -> tuple[list[Any], Any]:
-    """The samples of three steps, and their collator where it is not that of the family."""
-    numbers = [number for step in IMAGES for number in step]
+def words_of(family: str) -> dict[str, Any]:
+    """The samples of three steps."""
+    numbers, steps = [number for step in IMAGES for number in step], {"max_steps": len(IMAGES), "warmup_steps": 0}
+    arguments = {**steps, "train_sampling_strategy": "sequential"}
     if family == DENSE:
         shapes = [tiny.Shape(images, 0, 6 + 3 * (index % 4)) for index, images in enumerate(numbers)]
-        return tiny.make_dataset(family, len(shapes), shapes=shapes), None
-    samples = shrunk_batches.make_samples(shrunk_models.build(family), family, 2 * len(numbers))
-    seen = [[row for row in samples.rows if ("pixel_values" in row) == has_image] for has_image in (False, True)]
-    return [seen[number > 0].pop(0) for number in numbers], samples.collate
-
-
-def words_of(family: str) -> dict[str, Any]:
-    rows, collate = samples_of(family)
-    own = {} if family == DENSE else {"model": shrunk_models.build(family), "data_collator": collate}
-    steps = {"max_steps": len(IMAGES), "warmup_steps": 0, "train_sampling_strategy": "sequential"}
-    return {"data": rows, **own, **steps}
+        return {"data": tiny.make_dataset(family, len(shapes), shapes=shapes), **arguments}
+    words = runs.shrunk(family, 2 * len(numbers), **arguments)
+    seen = [[row for row in words["data"] if ("pixel_values" in row) == has_image] for has_image in (False, True)]
+    return {**words, "data": [seen[number > 0].pop(0) for number in numbers]}
 
 
 def cases_of(num_ranks: int) -> dict[str, runs.Layout]:
