@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 import transformers
+from shrunk_models import shrunk
+from transformers import PreTrainedConfig
 
 from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.modeling import build_model_spec
@@ -65,19 +66,8 @@ def adapted(**sizes: Any) -> dict[str, Any]:
 def composed() -> dict[str, Any]:
     """A model of a CLIP tower, a Whisper encoder and a Llama; samples with images and clips, one of them or none."""
     model, rows = parts.compose("clip_whisper_llama")
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for index in range(runs.SAMPLES):
-        images, clips = index % 3, index % 2
-        words = torch.randint(4, 39, (4 + index % 3,), generator=generator).tolist()
-        ids = torch.tensor([1, *[parts.IMAGE] * rows * images, 3, *[parts.AUDIO] * 6 * clips, *words])
-        labels = ids.masked_fill(ids >= parts.IMAGE, -100)
-        sample = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-        for name, shape in (("pixel_values", (images, 3, 8, 8)), ("input_features", (clips, 8, 12))):
-            if shape[0]:
-                sample[name] = torch.randn(shape, generator=generator)
-        samples.append(sample)
-    return {"model": model.train(), "data": samples, **SHORT}
+    images, clips = ([index % most for index in range(runs.SAMPLES)] for most in (3, 2))
+    return {"model": model.train(), "data": parts.make_samples("clip_whisper_llama", rows, images, clips), **SHORT}
 
 
 def evaluated() -> dict[str, Any]:
@@ -116,17 +106,11 @@ def test_a_language_model_gets_the_attention_that_ranks_share_and_another_is_ref
         prepare_context(model, build_model_spec(model), ModulePlugin(attn_implementation="eager"))
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
-REFUSED = {
-    "layers with an attention of their own": (
-        transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
-        "`BloomModel`",
-    ),
-    "a state-space model": (transformers.MambaConfig(**SMALL, state_size=4), "`MambaForCausalLM.create_masks"),
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "layers with an attention of their own": (shrunk(transformers.BloomConfig()), "`BloomModel`"),
+    "a state-space model": (shrunk(transformers.MambaConfig()), "`MambaForCausalLM.create_masks"),
     "a mask that words can't say": (
-        transformers.Gemma3TextConfig(
-            **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True
-        ),
+        shrunk(transformers.Gemma3TextConfig(), {"use_bidirectional_attention": True}),
         "`cp_size=1`",
     ),
 }
