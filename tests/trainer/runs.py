@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,10 @@ def step_logs(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history if "loss" in row]
 
 
-def frozen(parallel: dict[str, Any]) -> dict[str, Any]:
+def frozen(parallel: Any) -> dict[str, Any]:
     """Module -> what of it a layout freezes, which changes the result on one process too."""
-    return {name: module["freeze"] for name, module in parallel.get("modules", parallel).items() if "freeze" in module}
+    modules = parallel.get("modules", parallel) if isinstance(parallel, dict) else {}
+    return {name: module["freeze"] for name, module in modules.items() if "freeze" in module}
 
 
 def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
@@ -228,17 +229,6 @@ def saving_run(
     return run_of(trainer, checkpoint=checkpoint)
 
 
-def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **arguments: Any) -> None:
-    """Compares logs, final weights and the loss of an evaluation, and the logs of all ranks."""
-    arguments = {"evaluate": True, "per_device_eval_batch_size": 2, **arguments}
-    reference = stock(family, freeze=frozen(parallel) if isinstance(parallel, dict) else {}, **arguments)
-    ranks = run_distributed(parallel_run, ranks_of(family, parallel), family, parallel, timeout=240, **arguments)
-    assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
-        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
-
-
 @dataclass(frozen=True)
 class Layout:
     """A layout of a family in a launch with several."""
@@ -292,6 +282,13 @@ def assert_layouts_equal_the_stock_trainer(world_size: int, layouts: Mapping[str
             assert all(run.logs == own[0].logs for run in own)
             for run in own if reference.metrics else ():
                 assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **arguments: Any) -> None:
+    """The same of one layout, with the loss of an evaluation."""
+    words = partial(dict, **{"evaluate": True, "per_device_eval_batch_size": 2, **arguments})
+    layouts = {family: Layout(family, parallel, words)}
+    assert_layouts_equal_the_stock_trainer(ranks_of(family, parallel), layouts)
 
 
 @contextmanager

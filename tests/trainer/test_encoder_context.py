@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_mmparallel.data.item_sharding import ItemSharder, ItemSharding
 from hf_mmparallel.modeling import build_model_spec
@@ -15,6 +14,7 @@ from tests import tiny
 from tests.deep_cases import in_turn
 
 from . import runs
+from .moments import AtTheEnd
 
 pytestmark = pytest.mark.distributed
 
@@ -72,7 +72,7 @@ def case(family: str, parallel: dict[str, Any], unlike: bool | None = None, **ou
 
 def shares_both_ways(trainer: Any) -> None:
     """Ranks share the tokens of some chunks, and whole items of others."""
-    seen, distribute, callback = set(), ItemSharder.__call__, TrainerCallback()
+    seen, distribute = set(), ItemSharder.__call__
 
     def noted(self: ItemSharder, batch: Any) -> ItemSharding:
         sharding = distribute(self, batch)
@@ -80,12 +80,12 @@ def shares_both_ways(trainer: Any) -> None:
             seen.add(sharding.by_tokens)
         return sharding
 
-    def check(*_: Any, **__: Any) -> None:
+    def check(state: Any) -> None:
         ItemSharder.__call__ = distribute
         assert seen == {True, False}
 
-    ItemSharder.__call__, callback.on_train_end = noted, check
-    trainer.add_callback(callback)
+    ItemSharder.__call__ = noted
+    trainer.add_callback(AtTheEnd(check))
 
 
 UNLIKE = "images and frames of unlike sizes"

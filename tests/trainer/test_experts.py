@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import TrainerCallback
 
 from tests import tiny
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 
 from . import runs
+from .moments import AtTheEnd
 
 pytestmark = pytest.mark.distributed
 
@@ -39,12 +39,11 @@ def check_shares(trainer: Any) -> None:
     ep_size = trainer.plan.modules[LM].ep_size
     experts = [p for name, p in trainer.model.model.named_parameters() if ".experts." in name and p.numel() > 1]
     assert experts and all(p.shape[0] == 4 and p.to_local().shape[0] == 4 // ep_size for p in experts)
-    trainer.add_callback(LoadIsLogged())
 
-
-class LoadIsLogged(TrainerCallback):
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def check(state: Any) -> None:
         assert state.log_history[0]["parallel/expert_imbalance/language_model"] > 0
+
+    trainer.add_callback(AtTheEnd(check))
 
 
 def shared(family: str, layout: dict[str, Any]) -> runs.Layout:

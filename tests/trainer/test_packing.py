@@ -1,5 +1,6 @@
 """Packed runs equal the stock Trainer's on padded batches: alone, under our Trainer, in every kind of layout."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -110,14 +111,9 @@ def test_packing_is_a_flag_on_the_command_line():
     ],
 )
 def test_a_packed_layout_equals_the_stock_trainer(family: str, parallel: dict[str, Any], arguments: dict[str, Any]):
-    reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **COUNTED)
-    sizes = {"packing": True, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 2, **COUNTED}
-    ranks = run_distributed(
-        runs.parallel_run, runs.ranks_of(family, parallel), family, parallel, evaluate=True, **sizes, **arguments
-    )
-    runs.assert_same_run(ranks[0], reference)
-    assert all(rank.logs == ranks[0].logs for rank in ranks)
-    assert ranks[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+    words = partial(dict, evaluate=True, per_device_eval_batch_size=2, **COUNTED)
+    layout = runs.Layout(family, parallel, words, {"packing": True, "per_device_train_batch_size": 3, **arguments})
+    runs.assert_layouts_equal_the_stock_trainer(runs.ranks_of(family, parallel), {family: layout})
 
 
 def test_rows_are_padded_by_default_where_samples_could_not_be_told_apart(monkeypatch: pytest.MonkeyPatch):

@@ -112,9 +112,8 @@ BF16 = [
 
 @pytest.mark.parametrize(("family", "parallel", "arguments"), BF16)
 def test_bf16_equals_the_stock_trainer_at_its_precision(family, parallel, arguments):
-    size = runs.ranks_of(family, parallel)
-    run, *_ = run_distributed(runs.parallel_run, size, family, parallel, bf16=True, **arguments)
-    runs.assert_same_run(run, runs.stock(family, bf16=True), rtol=5e-3, atol=5e-4)
+    layout = runs.Layout(family, parallel, partial(dict, bf16=True), arguments, rtol=5e-3)
+    runs.assert_layouts_equal_the_stock_trainer(runs.ranks_of(family, parallel), {family: layout})
 
 
 TP2 = {LM: {"tp_size": 2}}

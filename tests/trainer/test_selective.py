@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from torch.utils.checkpoint import CheckpointPolicy
 
 from hf_mmparallel.modeling import prepare
 from hf_mmparallel.plan.checkpointing import SELECTIVE
@@ -15,6 +15,7 @@ from tests import tiny
 from tests.deep_cases import in_turn
 
 from . import runs
+from .moments import AtTheEnd
 from .test_experts import of_family
 
 VISION, LM = "vision", "language_model"
@@ -48,18 +49,23 @@ def selective(family: str, parallel: dict[str, Any], **ours: Any) -> runs.Layout
 
 
 def keeps_outputs(trainer: Any) -> None:
-    """Outputs of operations are kept in the run."""
-    plain, modes, callback = prepare.checkpoint, [], TrainerCallback()
+    """Outputs of some operations are kept in the run, those of others are not."""
+    plain, decisions = prepare.checkpoint, set()
 
-    def noted(run: Any, *args: Any, context_fn: Any, **kwargs: Any) -> Any:
-        return plain(run, *args, context_fn=lambda: modes.append(context_fn()) or modes[-1], **kwargs)
+    def noting(contexts: Any) -> Any:
+        caching, cached = contexts()
+        decide = caching.policy_fn
+        caching.policy_fn = lambda *args, **kwargs: decisions.add(found := decide(*args, **kwargs)) or found
+        return caching, cached
 
-    def count(*_: Any, **__: Any) -> None:
+    def check(state: Any) -> None:
         prepare.checkpoint = plain
-        assert sum(len(entries) for mode, _ in modes for entries in mode.storage.values()) > 0
+        assert decisions == {CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE}
 
-    prepare.checkpoint, callback.on_train_end = noted, count
-    trainer.add_callback(callback)
+    prepare.checkpoint = lambda *args, context_fn, **kwargs: plain(
+        *args, context_fn=partial(noting, context_fn), **kwargs
+    )
+    trainer.add_callback(AtTheEnd(check))
 
 
 # on two ranks

@@ -1,5 +1,6 @@
 """Layouts whose copies divide the optimizer's state give the stock Trainer's losses, gradient norms and weights."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -151,18 +152,14 @@ def given(name: str) -> dict[str, Any]:
     return {**ADAMW, "data": UNLIKE[name][0], "max_steps": 2, **model}
 
 
-def unlike_run(name: str, parallel: dict[str, Any]) -> runs.Run:
-    return runs.parallel_run("qwen2_vl", parallel, per_device_train_batch_size=1, **given(name))
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", runs.deep_but(UNLIKE, "a step without images, stage 3"))
 def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(name: str):
     zero_stage = UNLIKE[name][1]
     sizes, world_size = ({"pp_size": 2}, 6) if name == ONLY_OTHERS else ({"dp_size": 3}, 5)
     parallel = {VISION: {"dp_size": 2, "zero_stage": zero_stage}, **lm(zero_stage, **sizes)}
-    ranks = run_distributed(unlike_run, world_size, name, parallel)
-    runs.assert_same_run(ranks[0], runs.stock("qwen2_vl", **given(name)))
+    layout = runs.Layout("qwen2_vl", parallel, partial(given, name), {"per_device_train_batch_size": 1})
+    runs.assert_layouts_equal_the_stock_trainer(world_size, {name: layout})
 
 
 # Bytes
