@@ -268,6 +268,14 @@ def make_dataset(
     return samples
 
 
+def attending(model: Any, attention: str = "bitfield") -> Any:
+    """The model, whose language model has this attention function; by default one that reads words of packed rows."""
+    text = model.config.get_text_config()
+    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
+    model.set_attn_implementation({keys[0] if keys else "": attention})
+    return model
+
+
 def collate(family: str) -> Callable[[list[dict[str, Any]]], dict[str, Tensor]]:
     """The family's collator: token entries are padded to the right, the items of all samples are concatenated."""
 

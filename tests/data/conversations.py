@@ -99,6 +99,13 @@ def left_padded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, **{name: torch.stack(rows) for name, rows in moved.items()}}
 
 
+def assert_same_batch(found: Any, wanted: Any, *missing: str) -> None:
+    """Equal entries of equal dtypes, but for those that are missing."""
+    assert dict(found).keys() == dict(wanted).keys() - set(missing)
+    for name, value in found.items():
+        assert value.dtype == wanted[name].dtype and torch.equal(value, wanted[name]), name
+
+
 def _exif(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[ORIENTATION] = orientation

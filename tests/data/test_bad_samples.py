@@ -7,22 +7,19 @@ import pytest
 from datasets import Dataset, Features, Image, Value
 from torch.utils.data import Subset
 
-from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data import ChatCollator
 from hf_mmparallel.data.bad_samples import BadSample, BadSampleError, stored_row
 from hf_mmparallel.data.global_batches import GlobalBatch
 from hf_mmparallel.data.media import readers
 from hf_mmparallel.data.step_batch import StepBatch, UnreadableBatch
-from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset
+from hf_mmparallel.data.step_dataset import Reader
 from hf_mmparallel.data.streams import StreamWindow
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from tests.plan.specs import model_spec
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
 
 from .conversations import broken, conversation, image_file, llava_json, stored, without_decoding
+from .planned import SPEC, planned_dataset
 from .processors import PROCESSORS
 
-SPEC = model_spec()
 PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
 
 
@@ -46,9 +43,7 @@ def collate(samples):
 
 
 def make(rank, dataset, sizes=None, **settings):
-    costs = analytic_costs(SPEC, find_device("cpu"))
-    planner = StepPlanner(costs, PLAN, sync_groups(SPEC, PLAN), 3, sizes=sizes, **settings)
-    return StepDataset(Reader(dataset, collate), RankInputs(PLAN, rank), 0, planner)
+    return planned_dataset(PLAN, rank, dataset, collate, sizes=sizes, **settings)
 
 
 DRAW = GlobalBatch(tuple(range(20, 32)), 1, 24)

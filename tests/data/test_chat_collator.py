@@ -17,7 +17,7 @@ from hf_mmparallel.data.image_sizes import UnknownSizeError
 from hf_mmparallel.data.size_measures import ChatMeasure, TokenMeasure
 from hf_mmparallel.plan import LANGUAGE_MODEL
 
-from .conversations import conversation, say
+from .conversations import assert_same_batch, conversation, say
 from .processors import MARKED, PROCESSORS, llava, tokenizer, unmarked
 
 IGNORED = -100
@@ -131,25 +131,6 @@ def test_a_sample_too_long():
         ChatCollator(llava(), max_length=6, on_too_long="truncate")([tail])
 
 
-@pytest.mark.parametrize("media", [True, False])
-@pytest.mark.parametrize(
-    ("sample", "value"),
-    [
-        ({"conversation": [], "images": []}, r"`messages`.*\['conversation', 'images'\]"),
-        ({"messages": [say("user", None)], "images": []}, "1 image parts in `messages` and 0 images"),
-        ({"messages": [say("user", None)]}, "1 image parts in `messages` and 0 images"),
-        ({"messages": [say("user", "x")], "images": [image(1)]}, "0 image parts in `messages` and 1 images"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "`audio`"),
-        ({"messages": [{"speaker": "a", "value": "x"}]}, r"sample 0 .*\['speaker', 'value'\] and no `role`"),
-        ({"messages": [say("user", None)], "images": [{"bytes": b"no image", "path": None}]}, "cannot identify"),
-    ],
-)
-def test_bad_samples_are_errors_with_and_without_media(sample, value, media):
-    collator = ChatCollator(llava())
-    with pytest.raises((ValueError, OSError), match=value):
-        (collator if media else collator.without_media())([sample])
-
-
 def messages_with(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if words in record.getMessage()]
 
@@ -230,17 +211,12 @@ def test_media_of_different_sizes_are_padded_with_zeros():
     assert batch["pixel_values"][0, :2].min() == 1 and batch["pixel_values"][1:, ..., 2:].max() == 0
 
 
-def assert_lacks_pixels(found, whole):
-    assert found.keys() == whole.keys() - {"pixel_values"}
-    assert all(torch.equal(found[name], whole[name]) for name in found)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_media_only_pixels_are_missing(family):
     collator = ChatCollator(processor_of(family), pad_to_multiple_of=8)
     lean = collator.without_media()
-    assert_lacks_pixels(lean(samples()), collator(samples()))
-    assert_lacks_pixels(collator.without_media(["pixel_values"])(samples()), collator(samples()))
+    assert_same_batch(lean(samples()), collator(samples()), "pixel_values")
+    assert_same_batch(collator.without_media(["pixel_values"])(samples()), collator(samples()), "pixel_values")
     assert lean.decodes == frozenset() and collator.decodes == {"Image"}
     assert collator.without_media(["input_features"]) is collator
     inside = {"messages": [{"role": "user", "content": [{"type": "image", "image": {"height": 9, "width": 7}}]}]}
@@ -256,7 +232,7 @@ def test_what_sizes_do_not_tell_is_decoded_and_said_once(monkeypatch, caplog):
     monkeypatch.setattr(type(lean.processor.image_processor), "__call__", refuse)
     with caplog.at_level("WARNING", logger=chat_collator.logger.name):
         for _ in range(2):
-            assert_lacks_pixels(lean(samples()), collator(samples()))
+            assert_same_batch(lean(samples()), collator(samples()), "pixel_values")
     (told,) = messages_with(caplog, "decoded where only text is needed")
     assert "`LlavaProcessor`" in told and told.endswith("RuntimeError")
 
@@ -274,7 +250,7 @@ def test_floats_that_are_read_are_those_of_the_images():
 
     collator.processor.image_processor = Weighing(**processor.to_dict())
     whole = collator(samples())
-    assert_lacks_pixels(collator.without_media(["pixel_values"])(samples()), whole)
+    assert_same_batch(collator.without_media(["pixel_values"])(samples()), whole, "pixel_values")
     assert "weights" not in collator.without_media()(samples())
 
 

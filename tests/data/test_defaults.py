@@ -17,6 +17,7 @@ from hf_mmparallel.data.chat_collator import ChatCollator
 from hf_mmparallel.data.defaults import DefaultCollator, default_collator, item_form
 from hf_mmparallel.data.token_collator import TOKEN_FIELDS, PretokenizedCollator
 from tests import tiny
+from tests.data.conversations import assert_same_batch
 from tests.data.processors import llava, tokenizer
 
 TOKENS = [{"input_ids": [1, 2], "labels": [1, 2]}]
@@ -65,14 +66,6 @@ STOCK: dict[str, list[dict[str, Any]]] = {
     "an image each": [{"input_ids": ids, "labels": ids, "pixel_values": torch.rand(3, 4, 4)} for ids in TENSORS],
     "lists of images": [{"input_ids": ids, "labels": ids, "pixel_values": torch.rand(2, 3, 4, 4)} for ids in TENSORS],
 }
-
-
-def assert_same_batch(batch: Any, wanted: Any) -> None:
-    """Equal entries of equal dtypes."""
-    assert dict(batch).keys() == dict(wanted).keys()
-    for name, value in wanted.items():
-        assert batch[name].dtype == value.dtype, name
-        assert torch.equal(batch[name], value), name
 
 
 @pytest.mark.parametrize("name", STOCK)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 from transformers import AudioFlamingo3Config, AudioFlamingo3ForConditionalGeneration
 
 from hf_mmparallel.data import PretokenizedCollator
@@ -25,6 +25,7 @@ from hf_mmparallel.modeling.unowned import hidden_of
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
 from tests.deep_cases import deep
 from tests.modeling.test_composed import compose, make_samples
+from tests.streams import Rows
 from tests.tiny import AUDIO_TOKEN, FAMILIES, TEXT, TEXT_ONLY, collate, make_dataset
 
 
@@ -110,22 +111,9 @@ def test_a_model_on_the_meta_device_and_what_a_rank_keeps_of_one_are_measured(fa
 FIVE = {"vision": LayerTokens(1.25, 0.0, 5)}  # for four rows of an image, a class token too
 
 
-class Stream(IterableDataset):
-    """Samples in order; counts how many were read."""
-
-    def __init__(self, samples: list[dict]):
-        self.samples = samples
-        self.num_read = 0
-
-    def __iter__(self) -> Iterator[dict]:
-        for sample in self.samples:
-            self.num_read += 1
-            yield sample
-
-
 def test_the_first_samples_of_a_stream_are_measured(llava):
     model, spec, collator = llava
-    stream = Stream(make_dataset("llava", 100))
+    stream = Rows(make_dataset("llava", 100))
     window = StreamWindow(stream)
     source = size_source(window, collator, spec)
     layers = measure_layers(model, spec, window, collator, source)
@@ -133,10 +121,10 @@ def test_the_first_samples_of_a_stream_are_measured(llava):
     assert stream.num_read <= 64 and not window.rows
     window.fetch(GlobalBatch((0, 1, 2)))
     assert source.with_layers(layers)([0, 1, 2]).tokens["vision"].tolist() == [5, 10, 0]
-    assert measure_layers(model, spec, StreamWindow(Stream([])), collator, source) == {}
+    assert measure_layers(model, spec, StreamWindow(Rows([])), collator, source) == {}
 
 
-@pytest.mark.parametrize("make", [list, Dataset.from_list, lambda rows: StreamWindow(Stream(rows))])
+@pytest.mark.parametrize("make", [list, Dataset.from_list, lambda rows: StreamWindow(Rows(rows))])
 def test_sizes_that_are_given_stay(llava, make):
     model, spec, collator = llava
     data = make([{"n": 3, "input_ids": [1]}] * 2)

@@ -44,9 +44,7 @@ def masks_of_layers(model: Any, batch: dict[str, Tensor]) -> list[tuple[Tensor, 
 
     AttentionInterface.register("listening", attend)
     AttentionMaskInterface.register("listening", whole_mask)
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key) is model.config.get_text_config()]
-    model.set_attn_implementation({keys[0] if keys else "": "listening"})
-    model(**{name: value for name, value in batch.items() if name != "labels"})
+    tiny.attending(model, "listening")(**{name: value for name, value in batch.items() if name != "labels"})
     return seen
 
 

@@ -1,12 +1,12 @@
 """A packed row trains as the padded batch does: losses and gradients, for each family of models."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import shrunk_models
 import torch
-import transformers
 from torch import Tensor, nn
 
 from hf_mmparallel.data.packing import PackingCollator, unpack
@@ -15,56 +15,22 @@ from hf_mmparallel.modeling import build_model_spec, count_feature_tokens
 from tests import tiny
 from tests.deep_cases import third
 
-from .conversations import left_padded
+from .conversations import assert_same_batch, left_padded
 
-SMALL = {**tiny.TEXT, "num_hidden_layers": 2, "attention_dropout": 0.0}
-HEADS = {**SMALL, "head_dim": 16}
-WINDOWS = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-
-
-def text_model(name: str, config: str | None = None, **settings: Any) -> Callable[[], Any]:
-    """A builder of a causal language model, always with the same weights."""
-
-    def build() -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            chosen = getattr(transformers, config or f"{name}Config")(**settings)
-            cls = getattr(transformers, f"{name}ForCausalLM", None) or getattr(transformers, f"{name}LMHeadModel")
-            return cls(chosen)
-
-    return build
-
-
-TEXT_FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": text_model("Llama", **SMALL),
-    "mistral": text_model("Mistral", **HEADS, sliding_window=5),
-    "qwen2": text_model("Qwen2", **SMALL),
-    "qwen3": text_model("Qwen3", **HEADS),
-    "gemma": text_model("Gemma", **HEADS),
-    "gemma2": text_model("Gemma2", **HEADS, **WINDOWS),
-    "gemma3_text": text_model("Gemma3", "Gemma3TextConfig", **HEADS, **WINDOWS),
-    "phi3": text_model("Phi3", **SMALL, sliding_window=7),
-    "gpt_oss": text_model("GptOss", **HEADS, **WINDOWS, **EXPERTS),
-    "mixtral": text_model("Mixtral", **SMALL, **EXPERTS),
-    "gpt2, learned positions": text_model(
-        "GPT2", n_embd=64, n_layer=2, n_head=4, vocab_size=120, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0
-    ),
-    "opt, learned positions": text_model(
-        "OPT", **SMALL, ffn_dim=64, word_embed_proj_dim=64, dropout=0.0, max_position_embeddings=64
-    ),
-}
+TEXT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "gpt_oss", "mixtral")
+TEXT_FAMILIES += ("gpt2", "opt")  # with learned positions
 IMAGE_FAMILIES = ["llava", "llava_onevision", "gemma3", "paligemma", "internvl", "mistral3"]
 AXES_FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]  # whose positions have three axes
 
 
 def make_model(family: str, attention: str) -> Any:
     """A model of the family whose language model has this attention function."""
-    model = TEXT_FAMILIES[family]() if family in TEXT_FAMILIES else tiny.FAMILIES[family]()
-    text = model.config.get_text_config()
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({keys[0] if keys else "": attention})
-    return model.train()
+    if family not in TEXT_FAMILIES:
+        return tiny.attending(tiny.FAMILIES[family](), attention).train()
+    model: Any = shrunk_models.build(family)
+    if hasattr(model, "router_aux_loss_coef"):
+        model.config.output_router_logits, model.router_aux_loss_coef = True, 0.1
+    return tiny.attending(model, attention)
 
 
 def data_family(family: str) -> str:
@@ -74,11 +40,6 @@ def data_family(family: str) -> str:
 def packer(family: str, model: Any = None, **settings: Any) -> PackingCollator:
     collate: Any = tiny.collate(data_family(family))
     return PackingCollator(collate, model or make_model(family, "bitfield"), **settings)
-
-
-def assert_same(batch: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert batch.keys() == wanted.keys()
-    assert all(torch.equal(batch[name], value) for name, value in wanted.items())
 
 
 def samples_of(family: str, count: int = 4, **settings: Any) -> list[dict[str, Tensor]]:
@@ -147,7 +108,7 @@ def test_padding_at_the_end_and_at_the_left_changes_nothing():
     samples, model, collate = samples_of("gemma3"), make_model("gemma3", "bitfield"), tiny.collate("gemma3")
     plain = packer("gemma3")(samples)
     left = PackingCollator(lambda samples: left_padded(collate(list(samples))), model)
-    assert_same(left(samples), plain)
+    assert_same_batch(left(samples), plain)
     padded = packer("gemma3", pad_to_multiple_of=64)(samples)
     length = plain["input_ids"].shape[1]
     assert padded["input_ids"].shape == (1, 128) and length < 128
@@ -244,7 +205,7 @@ def test_it_is_sent_to_workers_without_weights_and_has_the_tokenizer_for_the_tra
     unused = len(pickle.dumps(pack))
     wanted, sent = pack(samples), pickle.dumps(pack)
     assert len(sent) == unused < 50_000
-    assert_same(pickle.loads(sent)(samples), wanted)
+    assert_same_batch(pickle.loads(sent)(samples), wanted)
     assert pack.tokenizer == "the tokenizer" and not hasattr(packer(family), "tokenizer")
 
 

@@ -32,6 +32,7 @@ from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, SampleSizes
 from tests.data.conversations import broken, image_file, inside, random_image, say, stored, without_decoding
 from tests.data.processors import llava
 from tests.plan.specs import model_spec
+from tests.streams import Opaque
 from tests.tiny import FAMILIES, collate, make_dataset
 
 SPEC = ModelSpec(model_spec().modules, placeholders={"image": 100})
@@ -50,20 +51,12 @@ def tokens(source, indices) -> dict[str, list[int]]:
     return lists(source(indices))[0]
 
 
-class Plain(torch.utils.data.Dataset):
-    """A plain torch dataset that counts its reads and draws when it is read."""
-
-    def __init__(self, samples: list[dict]):
-        self.samples = samples
-        self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.samples)
+class Plain(Opaque):
+    """One that draws when it is read."""
 
     def __getitem__(self, index: int) -> dict:
-        self.reads.append(index)
         random.random(), np.random.rand(), torch.rand(())
-        return self.samples[index]
+        return super().__getitem__(index)
 
 
 class Counting(Plain):

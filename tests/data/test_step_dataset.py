@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from hf_mmparallel.arrange import contiguous_step
-from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.global_batches import GlobalBatchSampler
 from hf_mmparallel.data.step_batch import StepData, pack, unpack
 from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is, seeded, stable_seed
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan, sync_groups
-from tests.plan.specs import model_spec
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, SampleSizes, resolve_plan
+from tests.data.planned import SPEC, planned_dataset
 
-SPEC = model_spec()
 PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(dp_size=2, pp_size=2)})
 SHARED = resolve_plan(SPEC, {"vision": ModulePlugin(dp_size=2), LANGUAGE_MODEL: ModulePlugin(colocate_with="vision")})
 
@@ -44,8 +41,7 @@ def collate(samples: list[dict]) -> dict:
 
 
 def make(plan, rank: int, seed: int = 0) -> StepDataset:
-    planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), plan, sync_groups(SPEC, plan), 3)
-    return StepDataset(Reader(Noisy(), collate), RankInputs(plan, rank), seed, planner)
+    return planned_dataset(plan, rank, Noisy(), collate, seed)
 
 
 def noise(batch: StepData) -> dict[int, tuple]:

@@ -12,19 +12,17 @@ from datasets import Image as ImageFeature
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hf_mmparallel.cost import analytic_costs, find_device
-from hf_mmparallel.cost.step_planner import StepPlanner
 from hf_mmparallel.data.bad_samples import BadSampleError
 from hf_mmparallel.data.global_batches import GlobalBatch, GlobalBatchSampler
 from hf_mmparallel.data.sample_sizes import size_source
-from hf_mmparallel.data.step_dataset import RankInputs, Reader, StepDataset, as_is
+from hf_mmparallel.data.step_dataset import as_is
 from hf_mmparallel.data.streams import StreamSampler, StreamWindow
-from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan, sync_groups
-from tests.plan.specs import model_spec
+from hf_mmparallel.plan import LANGUAGE_MODEL, ModulePlugin, resolve_plan
+from tests.data.planned import SPEC, planned_dataset
+from tests.streams import Rows
 
 from .conversations import image_file, without_decoding
 
-SPEC = model_spec()
 PLAN = resolve_plan(SPEC, {"vision": ModulePlugin(), LANGUAGE_MODEL: ModulePlugin(dp_size=2)})
 
 
@@ -54,8 +52,7 @@ def collate(samples):
 
 
 def make(window, rank=0, collator=collate, **settings):
-    planner = StepPlanner(analytic_costs(SPEC, find_device("cpu")), PLAN, sync_groups(SPEC, PLAN), 3, **settings)
-    return StepDataset(Reader(window, collator), RankInputs(PLAN, rank), 0, planner, window)
+    return planned_dataset(PLAN, rank, window, collator, window=window, **settings)
 
 
 def draw(start, size=8, epoch=0):
@@ -226,14 +223,6 @@ def test_a_bad_sample_of_a_stream_is_left_out_without_reading_the_stream_again(n
     assert not again.bad and again.step.samples == (4, 6, 7) and again.global_batch.position == 8
     assert sum(len(chunk["size"]) for chunk in again.batches.values()) == 3
     assert again.stream.digest == batch.stream.digest
-
-
-class Rows(IterableDataset):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __iter__(self):
-        return iter(self.rows)
 
 
 def test_digests_tell_other_rows_apart():

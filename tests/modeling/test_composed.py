@@ -1,5 +1,7 @@
 """Composed models: they equal their parts, save and load, generate and train."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import transformers as hf
@@ -58,18 +60,21 @@ KINDS = ("clip_llama", "siglip_qwen2", "dinov2_gpt2", "clip_whisper_llama")
 TIED = ("siglip_qwen2", "dinov2_gpt2")
 
 
-def make_samples(kind: str, rows: int, images: tuple[int, ...] = (1, 2, 0)) -> list[dict[str, Tensor]]:
-    """Samples with so many images (and audio clips) each."""
+def make_samples(
+    kind: str, rows: int, images: Sequence[int] = (1, 2, 0), clips: Sequence[int] | None = None
+) -> list[dict[str, Tensor]]:
+    """Samples with so many images (and audio clips, as many by default) each."""
     generator, samples = torch.Generator().manual_seed(1), []
-    for count in images:
-        media = ([IMAGE] * rows + [3] + [AUDIO] * (6 if "whisper" in kind else 0)) * count
-        ids = torch.tensor([1, *media, *torch.randint(4, 39, (4,), generator=generator).tolist()])
+    for count, heard in zip(images, (clips or images) if "whisper" in kind else [0] * len(images), strict=True):
+        media = [([IMAGE] * rows * (n < count), [AUDIO] * 6 * (n < heard)) for n in range(max(count, heard))]
+        ids = [1, *(token for image, clip in media for token in (*image, 3, *clip))]
+        ids = torch.tensor([*ids, *torch.randint(4, 39, (4,), generator=generator).tolist()])
         sample = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         sample["labels"] = ids.masked_fill(ids >= IMAGE, -100)
         if count:
             sample["pixel_values"] = torch.randn(count, 3, 8, 8, generator=generator)
-        if count and "whisper" in kind:
-            sample["input_features"] = torch.randn(count, 8, 12, generator=generator)
+        if heard:
+            sample["input_features"] = torch.randn(heard, 8, 12, generator=generator)
         samples.append(sample)
     return samples
 

@@ -28,11 +28,13 @@ from hf_mmparallel.kernels.bitfield_attention import context_parallel
 from hf_mmparallel.kernels.recurrent_layers import start_anew_at_samples
 from hf_mmparallel.modeling import build_model_spec, module_parts, prepare_stages, token_loss
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ParallelPlan, StepPlan, sync_groups
+from hf_mmparallel.runtime import message_queues
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import context_groups
 from hf_mmparallel.runtime.message_queues import Handle, Transport
 from hf_mmparallel.runtime.work import StepResult
 from hf_mmparallel.schedule import build_program
+from tests import tiny
 
 TIMEOUT_S = 15.0
 
@@ -201,12 +203,31 @@ class ThreadCollectives:
         output.copy_(torch.cat(parts))
 
 
-def with_words(model: PreTrainedModel) -> PreTrainedModel:
-    """The model, with a language model that reads the words of packed rows."""
-    text = model.config.get_text_config()
-    keys = [key for key in model.config.sub_configs if getattr(model.config, key, None) is text]
-    model.set_attn_implementation({keys[0] if keys else "": "bitfield"})
-    return model
+def run_ranks(
+    world_size: int,
+    groups: Iterable[tuple[int, ...]],
+    body: Callable[[int, LoopbackWorld, dict[tuple[int, ...], Any]], Any],
+) -> list[Any]:
+    """Calls `body` with each rank, the channels and the groups of that rank; all that is sent has to be received."""
+    world, meetings = LoopbackWorld(TIMEOUT_S), {ranks: ThreadGroup(ranks) for ranks in groups}
+
+    def of_rank(rank: int) -> Any:
+        return body(rank, world, {ranks: Membership(own, rank) for ranks, own in meetings.items() if rank in ranks})
+
+    def after_failure(rank: int) -> None:
+        world.fail(rank, world_size)
+        for meeting in meetings.values():
+            meeting.barrier.abort()
+
+    with (
+        mock.patch.object(context_parallel, "_all_gather", ThreadCollectives.all_gather_single),
+        mock.patch.object(context_parallel, "_all_to_all", ThreadCollectives.all_to_all),
+        mock.patch.object(row_exchange, "_all_to_all", ThreadCollectives.send_rows),
+        mock.patch.object(message_queues, "dist", ThreadCollectives),
+    ):
+        results = run_threads(of_rank, world_size, after_failure)
+    assert all(channel.empty() for channel in world.channels.values()), "a message that nobody received"
+    return results
 
 
 @dataclass
@@ -247,25 +268,23 @@ def run_loopback(
     """
     spec = spec or build_model_spec(model)
     program = build_program(plan, step, sync_groups(spec, plan), training=training)
-    world = LoopbackWorld(TIMEOUT_S)
     copies = [copy.deepcopy(model) for _ in range(plan.world_size)]
     shared = context_groups(plan)
     if shared:
-        collator = PackingCollator(collator, with_words(copy.deepcopy(model)))
-        copies = [with_words(own) for own in copies]
+        collator = PackingCollator(collator, tiny.attending(copy.deepcopy(model)))
+        copies = [tiny.attending(own) for own in copies]
         for own in copies:
             start_anew_at_samples(own)
-    groups = {ranks: ThreadGroup(ranks) for ranks in shared}
     cast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")  # which threads do not inherit
 
-    def rank_body(rank: int) -> StepResult:
+    def rank_body(rank: int, world: LoopbackWorld, groups: dict[tuple[int, ...], Any]) -> StepResult:
         own = copies[rank]
         executor = Executor(
             plan,
             spec,
             prepare_stages(own, spec, plan, rank),
             transport(rank, world),
-            {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks},  # type: ignore
+            groups,
             StepFunctions(lambda logits, labels, shifted: token_loss(own, logits, labels, shifted=shifted)),
             torch.device("cpu"),
         )
@@ -281,23 +300,12 @@ def run_loopback(
         with torch.set_grad_enabled(training), torch.autocast("cpu", dtype, enabled=cast):
             return executor.run(program, batch)
 
-    def after_failure(rank: int) -> None:
-        world.fail(rank, plan.world_size)
-        for group in groups.values():
-            group.barrier.abort()
-
-    with (
-        mock.patch.object(context_parallel, "_all_gather", ThreadCollectives.all_gather_single),
-        mock.patch.object(context_parallel, "_all_to_all", ThreadCollectives.all_to_all),
-        mock.patch.object(row_exchange, "_all_to_all", ThreadCollectives.send_rows),
-    ):
-        results = run_threads(rank_body, plan.world_size, after_failure)
+    results = run_ranks(plan.world_size, shared, rank_body)
     gradients: dict[str, Tensor] = {}
     for own in copies:
         for name, parameter in own.named_parameters():
             if parameter.grad is not None:
                 gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad
-    assert not any(not channel.empty() for channel in world.channels.values()), "a message nobody took"
     assert all(task.module == LANGUAGE_MODEL for result in results for task in result.losses)
     losses = [loss for result in results for loss in result.losses.values()]
     loss, count = sum(float(loss) for loss, _ in losses), sum(int(count) for _, count in losses)

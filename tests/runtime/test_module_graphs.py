@@ -9,7 +9,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ from hf_mmparallel.plan import (
     StepPlan,
     sync_groups,
 )
-from hf_mmparallel.runtime import message_queues
 from hf_mmparallel.runtime.executor import Executor, StepFunctions
 from hf_mmparallel.runtime.groups import ProcessGroups
 from hf_mmparallel.runtime.message_queues import DistributedTransport, Transport
@@ -45,7 +43,7 @@ from hf_mmparallel.schedule import Task, build_program
 from hf_mmparallel.world import World
 from tests.deep_cases import drawn_cases
 from tests.distributed import run_distributed
-from tests.runtime.loopback import LoopbackWorld, Membership, ThreadCollectives, ThreadGroup, run_threads
+from tests.runtime.loopback import run_ranks
 
 WIDTHS = {"audio": 2, "vision": 3, LANGUAGE_MODEL: 4, "speech": 4}  # a generator gets rows of the language model
 PLACEHOLDERS = {"sound": 1, "image": 2, "voice": 3, "video": 4}
@@ -296,17 +294,10 @@ def run_rank(case: Case, rank: int, transport: Transport, groups: Mapping[tuple[
 
 def run_in_threads(case: Case) -> list[Outcome]:
     stages = [stage for module in case.plan.modules.values() for _, _, stage in module.stages()]
-    groups = {ranks: ThreadGroup(ranks) for stage in stages for ranks in (*stage.mesh, *stage.cp_groups)}
-    world = LoopbackWorld(10.0)
-
-    def body(rank: int) -> Outcome:
-        members = {ranks: Membership(group, rank) for ranks, group in groups.items() if rank in ranks}
-        return run_rank(case, rank, world.transport(rank), members)
-
-    with mock.patch.object(message_queues, "dist", ThreadCollectives):
-        outcomes = run_threads(body, case.plan.world_size)
-    assert all(channel.empty() for channel in world.channels.values()), "a message that nobody received"
-    return outcomes
+    groups = dict.fromkeys(ranks for stage in stages for ranks in (*stage.mesh, *stage.cp_groups))
+    return run_ranks(
+        case.plan.world_size, groups, lambda rank, world, own: run_rank(case, rank, world.transport(rank), own)
+    )
 
 
 def run_in_processes(cases: Sequence[Case]) -> list[Outcome]:

@@ -17,6 +17,16 @@ class AfterSteps(TrainerCallback):
         self.call(state.global_step)
 
 
+class AtTheEnd(TrainerCallback):
+    """Calls a function with the state of a training that is done."""
+
+    def __init__(self, call: Callable[[Any], Any]):
+        self.call = call
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.call(state)
+
+
 def messages(name: str) -> list[str]:
     """What is logged under a name from now on."""
     texts: list[str] = []

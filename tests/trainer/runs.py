@@ -2,12 +2,16 @@
 
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shrunk_batches
+import shrunk_models
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainingArguments
@@ -73,10 +77,10 @@ def case(family: str, parallel: Any, always: bool = False, **arguments: Any) -> 
     return deep(family, parallel, arguments, unless=always, id=f"{family}, {parallel}")
 
 
-def ranks_of(family: str, parallel: Any) -> int:
+def ranks_of(family: str, parallel: Any, model: Any = None, **_: Any) -> int:
     """How many ranks a layout has."""
     plugin = MultimodalParallelPlugin.from_any(parallel)
-    return plan_for_model(plugin, build_model_spec(tiny.FAMILIES[family]()), None).world_size
+    return plan_for_model(plugin, build_model_spec(model or tiny.FAMILIES[family]()), None).world_size
 
 
 def step_logs(trainer: Trainer) -> list[dict[str, float]]:
@@ -84,9 +88,10 @@ def step_logs(trainer: Trainer) -> list[dict[str, float]]:
     return [{name: row[name] for name in kept if name in row} for row in trainer.state.log_history if "loss" in row]
 
 
-def frozen(parallel: dict[str, Any]) -> dict[str, Any]:
+def frozen(parallel: Any) -> dict[str, Any]:
     """Module -> what of it a layout freezes, which changes the result on one process too."""
-    return {name: module["freeze"] for name, module in parallel.get("modules", parallel).items() if "freeze" in module}
+    modules = parallel.get("modules", parallel) if isinstance(parallel, dict) else {}
+    return {name: module["freeze"] for name, module in modules.items() if "freeze" in module}
 
 
 def stock(family: str, freeze: dict[str, Any] | None = None, **arguments: Any) -> Run:
@@ -105,31 +110,40 @@ def _stock(family: str, freeze: dict[str, Any] | None, arguments: dict[str, Any]
         for parameter in trained:
             model.get_parameter(parameter.name).requires_grad_(parameter.trainable)
     evaluate = arguments.pop("evaluate", False)
-    trainer = stock_trainer(family, model=model, **arguments)
-    trainer.train()
-    metrics = trainer.evaluate() if evaluate else {}
-    return Run(step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()}, metrics)
+    return run_of(stock_trainer(family, model=model, **arguments), evaluate)
 
 
-def stock_trainer(family: str = "llava", output_dir: str | None = None, **arguments: Any) -> Any:
-    """The stock Trainer, whose batch is the global batch where nothing else is said."""
+def stock_trainer(family: str = "llava", output_dir: str | None = None, cls: Any = Trainer, **arguments: Any) -> Any:
+    """The stock Trainer, whose batch is the global batch where nothing else is said, or a class of its arguments."""
     words = words_of(family, arguments)
     arguments = {**COMMON, "per_device_train_batch_size": GLOBAL_BATCH, **arguments}
-    return Trainer(args=TrainingArguments(output_dir=output_dir or run_folder(), **arguments), **words)
+    return cls(args=TrainingArguments(output_dir=output_dir or run_folder(), **arguments), **words)
 
 
 def words_of(family: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the constructor of a Trainer is given besides arguments, taken out of them, or the usual."""
     data = arguments.pop("data", None) or tiny.make_dataset(family, SAMPLES)
     optional = ("optimizers", "callbacks", "compute_metrics", "preprocess_logits_for_metrics", "sample_tokens")
-    optional += ("compute_loss_func",)
+    optional += ("compute_loss_func", "processing_class")
     return {
         "model": arguments.pop("model", None) or tiny.FAMILIES[family](),
         "train_dataset": data,
-        "eval_dataset": arguments.pop("eval_dataset", None) or data[:7],
-        "data_collator": arguments.pop("data_collator", None) or tiny.collate(family),
+        "eval_dataset": arguments.pop("eval_dataset", None) or (data[:7] if isinstance(data, list) else None),
+        "data_collator": arguments.pop("data_collator", tiny.collate(family)),
         **{name: arguments.pop(name) for name in optional if name in arguments},
     }
+
+
+@cache
+def shrunk_samples(family: str, count: int) -> shrunk_batches.Samples:
+    return shrunk_batches.make_samples(shrunk_models.build(family), family, count)
+
+
+def shrunk(family: str, count: int = 2 * GLOBAL_BATCH, **arguments: Any) -> dict[str, Any]:
+    """A tiny model of any family of transformers and its samples, with further words of both Trainers."""
+    samples = shrunk_samples(family, count)
+    words = {"model": shrunk_models.build(family), "data": samples.rows, "data_collator": samples.collate}
+    return {**words, **arguments}
 
 
 def with_small_normalizers(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -145,9 +159,18 @@ def draw_nothing() -> None:
     report.gantt_png = report.balance_png = lambda *args, **kwargs: None
 
 
+def our_trainer(
+    family: str = "llava", output_dir: str | None = None, cls: Any = MultimodalParallelTrainer, **arguments: Any
+) -> Any:
+    """Our Trainer, or a subclass, as a user makes it on one process."""
+    words = words_of(family, arguments)
+    args = MultimodalTrainingArguments(output_dir=output_dir or run_folder(), **{**COMMON, **arguments})
+    return cls(args=args, **words)
+
+
 def make_trainer(
     family: str,
-    parallel: dict[str, Any] | None,
+    parallel: Any,
     output_dir: str | None = None,
     pictures: bool = False,
     deepspeed: bool = False,
@@ -159,28 +182,34 @@ def make_trainer(
         updated_copies._deepspeed_adam = lambda optimizer: None
     if not pictures:
         draw_nothing()
-    words = words_of(family, arguments)
-    arguments = {**COMMON, "global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, **arguments}
-    output_dir = output_dir or run_folder()
-    args = MultimodalTrainingArguments(output_dir=output_dir, parallel=parallel, ddp_backend="gloo", **arguments)
-    return MultimodalParallelTrainer(args=args, **words)
+    sizes = {"global_batch_size": GLOBAL_BATCH, "per_device_train_batch_size": 2, "ddp_backend": "gloo"}
+    return our_trainer(family, output_dir, parallel=parallel, **{**sizes, **arguments})
 
 
 def parallel_run(
-    family: str, parallel: dict[str, Any], evaluate: bool = False, max_logits: int = MAX_LOGITS, **arguments: Any
+    family: str,
+    parallel: Any,
+    evaluate: bool = False,
+    max_logits: int = MAX_LOGITS,
+    check: Callable[[Any], None] | None = None,
+    **arguments: Any,
 ) -> Run:
-    """Our Trainer on this rank, trained, with a loss in chunks of `max_logits`; weights on rank 0."""
+    """Our Trainer on this rank, checked and trained, with a loss in chunks of `max_logits`; weights on rank 0."""
     lazy_logits.MAX_LOGITS = max_logits
-    return run_of(make_trainer(family, parallel, **arguments), evaluate)
+    trainer = make_trainer(family, parallel, **arguments)
+    if check is not None:
+        check(trainer)
+    return run_of(trainer, evaluate)
 
 
-def run_of(trainer: Any, evaluate: bool = False, checkpoint: str | None = None) -> Run:
-    """Trains on this rank, from a checkpoint on if one is given; weights on rank 0."""
-    trainer.train(resume_from_checkpoint=checkpoint)
+def run_of(trainer: Any, evaluate: bool = False, checkpoint: Path | str | None = None) -> Run:
+    """Trains, from a checkpoint on if one is given; weights on rank 0."""
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     metrics = trainer.evaluate() if evaluate else {}
-    whole = trainer.gather_model()
+    whole = trainer.gather_model() if isinstance(trainer, MultimodalParallelTrainer) else trainer.model
     weights = None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()}
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     return Run(step_logs(trainer), weights, metrics)
 
 
@@ -197,38 +226,78 @@ def saving_run(
 ) -> Run:
     """A run on this rank that saves every two steps, from a checkpoint on if one is given."""
     trainer = make_trainer(family, parallel, str(folder), save_strategy="steps", save_steps=2, **arguments)
-    return run_of(trainer, checkpoint=None if checkpoint is None else str(checkpoint))
+    return run_of(trainer, checkpoint=checkpoint)
 
 
-def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **arguments: Any) -> None:
-    """Compares logs, final weights and the loss of an evaluation, and the logs of all ranks."""
-    arguments = {"evaluate": True, "per_device_eval_batch_size": 2, **arguments}
-    reference = stock(family, freeze=frozen(parallel) if isinstance(parallel, dict) else {}, **arguments)
-    ranks = run_distributed(parallel_run, ranks_of(family, parallel), family, parallel, timeout=240, **arguments)
-    assert_same_run(ranks[0], reference)
-    for rank in ranks:
-        assert rank.logs == ranks[0].logs
-        assert rank.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+@dataclass(frozen=True)
+class Layout:
+    """A layout of a family in a launch with several."""
 
+    family: str
+    parallel: Any
+    words: Callable[[], dict[str, Any]] = dict  # of both Trainers, made anew, on ranks too
+    ours: dict[str, Any] = field(default_factory=dict)  # arguments of ours alone
+    check: Callable[[Any], None] | None = None  # of our Trainer on each rank, before it trains
+    # what makes the adapters of a module on one rank, whose batch is the global batch, where the stock Trainer can't
+    alone: Any = None
+    rtol: float = 2e-5
 
-Layout = tuple[str, Any, Callable[[], dict[str, Any]], dict[str, Any]]
-"""Of a launch with several: a family, a layout, the words of both Trainers made anew, and arguments of ours."""
+    def run(self) -> Run:
+        """On this rank."""
+        return parallel_run(self.family, self.parallel, check=self.check, **{**self.words(), **self.ours})
+
+    def on_one_rank(self) -> "Layout":
+        """The run with the adapters of the same seed."""
+        return replace(self, parallel=self.alone, ours={"per_device_train_batch_size": GLOBAL_BATCH}, check=None)
 
 
 def run_layouts(layouts: Mapping[str, Layout]) -> dict[str, Run]:
     """Our Trainer on this rank under each layout, one after the other."""
-    return {name: parallel_run(family, own, **words(), **ours) for name, (family, own, words, ours) in layouts.items()}
+    return {name: layout.run() for name, layout in layouts.items()}
+
+
+def references_of(layouts: Mapping[str, Layout]) -> dict[str, Run]:
+    """The runs of one process."""
+    alone = {name: layout for name, layout in layouts.items() if layout.alone is not None}
+    keys = {name: repr((layout.family, layout.alone, layout.words)) for name, layout in alone.items()}
+    each = {key: alone[name].on_one_rank() for name, key in keys.items()}
+    found = run_distributed(run_layouts, 1, each, timeout=280)[0] if each else {}
+    assert all(any("lora" in weight for weight in run.weights or {}) for run in found.values())
+    return {
+        name: found[keys[name]] if name in keys else stock(own.family, freeze=frozen(own.parallel), **own.words())
+        for name, own in layouts.items()
+    }
 
 
 def assert_layouts_equal_the_stock_trainer(world_size: int, layouts: Mapping[str, Layout]) -> None:
     """Compares layouts of as many ranks, in one launch if there are any, with one process."""
-    ranks = run_distributed(run_layouts, world_size, dict(layouts), timeout=280) if layouts else []
-    for name, (family, parallel, words, _) in layouts.items():
-        try:
-            assert_same_run(ranks[0][name], stock(family, freeze=frozen(parallel), **words()))
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-        assert all(rank[name].logs == ranks[0][name].logs for rank in ranks), name
+    ranks = run_distributed(run_layouts, world_size, dict(layouts), timeout=290) if layouts else []
+    references = references_of(layouts)
+    for name, layout in layouts.items():
+        own, reference = [rank[name] for rank in ranks], references[name]
+        if layout.alone is not None:
+            reference, own[0] = map(without_originals, (reference, own[0]))
+        with naming(name):
+            assert_same_run(own[0], reference, layout.rtol, layout.rtol / 10)
+            assert all(run.logs == own[0].logs for run in own)
+            for run in own if reference.metrics else ():
+                assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+
+
+def assert_a_layout_equals_the_stock_trainer(family: str, parallel: Any, **arguments: Any) -> None:
+    """The same of one layout, with the loss of an evaluation."""
+    words = partial(dict, **{"evaluate": True, "per_device_eval_batch_size": 2, **arguments})
+    layouts = {family: Layout(family, parallel, words)}
+    assert_layouts_equal_the_stock_trainer(ranks_of(family, parallel), layouts)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """A block whose failed assertions say which case it is."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error
 
 
 def assert_same_run(run: Run, reference: Run, rtol: float = 2e-5, atol: float = 2e-6) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import re
 import sys
 from collections import Counter
@@ -30,6 +29,7 @@ from tests.plan.specs import model_spec
 
 from . import runs
 from .contexts import arguments as make
+from .moments import messages
 
 LM = "language_model"
 DOCS = (Path(__file__).parents[2] / "docs" / "differences.md").read_text()
@@ -218,13 +218,20 @@ def test_what_cannot_hold_is_refused_with_a_remedy(name: str):
         table.check_arguments(with_value(name, HELD_VALUES[name]))
 
 
+def of_a_batch(**changes: Any) -> Any:
+    """Arguments of a global batch of six samples on three ranks."""
+    sizes = {"world_size": 3, "global_batch_size": 6, "per_device_train_batch_size": 2}
+    idle = {
+        "gradient_accumulation_steps": 1,
+        "activation_checkpointing": False,
+        "activation_checkpointing_kwargs": None,
+    }
+    return SimpleNamespace(**{**sizes, **idle, "torch_compile": False, "neftune_noise_alpha": None, **changes})
+
+
 def test_compiled_layers_that_do_not_decide_what_they_save_are_refused():
     plugin = MultimodalParallelPlugin({"language_model": ModulePlugin(pp_size=2)}, schedule="zero_bubble")
-    args = SimpleNamespace(
-        **{"world_size": 3, "torch_compile": True, "global_batch_size": 6, "per_device_train_batch_size": 2},
-        **{"gradient_accumulation_steps": 1, "activation_checkpointing": False, "neftune_noise_alpha": None},
-        activation_checkpointing_kwargs={"offload": True},  # a default of modules that recompute
-    )
+    args = of_a_batch(torch_compile=True, activation_checkpointing_kwargs={"offload": True})  # of what recomputes
     with pytest.raises(ValueError, match="can't be used with `split_backward` of `language_model`"):
         build.plan_and_batch(plugin, model_spec(), args)
     # recomputed layers run whole backwards by default
@@ -250,11 +257,7 @@ def test_compiled_layers_that_do_not_decide_what_they_save_are_refused():
 
 def test_noise_on_the_embeddings_of_parts_of_rows_is_refused():
     plugin = MultimodalParallelPlugin({"language_model": ModulePlugin(cp_size=2)})
-    args = SimpleNamespace(
-        **{"world_size": 3, "torch_compile": False, "global_batch_size": 6, "per_device_train_batch_size": 2},
-        **{"gradient_accumulation_steps": 1, "activation_checkpointing": False, "neftune_noise_alpha": 5.0},
-        activation_checkpointing_kwargs=None,
-    )
+    args = of_a_batch(neftune_noise_alpha=5.0)
     with pytest.raises(ValueError, match="`neftune_noise_alpha=5.0` .*`cp_size=2`"):
         build.plan_and_batch(plugin, model_spec(), args)
     args.neftune_noise_alpha = None
@@ -366,10 +369,7 @@ def watched_run(folder: Path) -> tuple[dict[str, set[str]], Counter[str], list[s
             if name in {*METHODS, *HELD}:
                 setattr(cls, name, counted(name, method))
     start_checks._STOCK.update({name: vars(Trainer).get(name) for name in METHODS})  # counting replaces nothing
-    warned: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: warned.append(record.getMessage())
-    engine_state.logger.logger.addHandler(handler)
+    warned = messages(engine_state.logger.name)
     given = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     given |= {"load_best_model_at_end": True, "remove_unused_columns": True, "gradient_checkpointing": True}
     given |= {"max_steps": -1, "num_train_epochs": 1, "global_batch_size": 6}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from rich.console import Console
-from torch.utils.data import IterableDataset
 
 from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.cost import Hardware, analytic_costs, find_device
@@ -41,6 +40,7 @@ from hf_mmparallel.world import World
 from tests import tiny
 from tests.cost.test_profile import profile_of
 from tests.distributed import run_distributed
+from tests.streams import Rows
 from tests.trainer.contexts import arguments, context
 
 from . import runs
@@ -277,13 +277,6 @@ def test_a_checkpoint_brings_its_plan_unless_it_does_not_fit(tmp_path: Path):
     assert "`pp_size=2`" in saved(fixed)[1]
 
 
-class Rows(IterableDataset):
-    """Tiny samples as a stream without a length."""
-
-    def __iter__(self):
-        yield from tiny.make_dataset("llava", 5)
-
-
 def test_samples_that_tell_no_size_count_like_the_mean_of_the_first():
     model, collator = tiny.FAMILIES["llava"](), tiny.collate("llava")
 
@@ -298,8 +291,9 @@ def test_samples_that_tell_no_size_count_like_the_mean_of_the_first():
         return found.known, {name: tokens.tolist() for name, tokens in found.tokens.items()}
 
     mean = (False, {LANGUAGE_MODEL: [24] * 6, "vision": [5] * 6})
-    assert measured(tiny.make_dataset("llava", 5)) == measured(Rows()) == mean
+    samples = tiny.make_dataset("llava", 5)
+    assert measured(samples) == measured(Rows(samples)) == mean
     known = SampleSizes.uniform({LANGUAGE_MODEL: 7, "vision": 3}, 5, known=True)
-    assert measured(Rows(), known.take) == (True, {LANGUAGE_MODEL: [7] * 5, "vision": [3] * 5})
+    assert measured(Rows(samples), known.take) == (True, {LANGUAGE_MODEL: [7] * 5, "vision": [3] * 5})
     with pytest.raises(ValueError, match="`train_dataset`"):
         training_samples(TrainingSizes(context(None)), 8)

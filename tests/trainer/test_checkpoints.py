@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,17 @@ from transformers.trainer_callback import TrainerState
 from hf_mmparallel.trainer import checkpoint_saves
 from hf_mmparallel.trainer.checkpoint_saves import save_advice
 from tests import tiny
-from tests.deep_cases import deep
+from tests.any_to_any import IMAGE
 from tests.distributed import run_distributed
 
 from . import runs
 from .contexts import arguments
+from .test_generators import words as generator_words
+from .test_unlike_copies import copies
 
-PLAN = {"vision": {"dp_size": 2}, "language_model": {"pp_size": 2}}
-PAIR: dict[str, Any] = {"vision": {}, "language_model": {}}
+VISION, LM = "vision", "language_model"
+PLAN, OTHER = {VISION: {"dp_size": 2}, LM: {"pp_size": 2}}, {VISION: {"dp_size": 2}, LM: {"tp_size": 2}}
+PAIR: dict[str, Any] = {VISION: {}, LM: {}}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
 
 
@@ -46,21 +51,81 @@ def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], e
             torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-OTHER = {"vision": {"dp_size": 2}, "language_model": {"tp_size": 2}}
+def on_both(**sizes: Any) -> dict[str, Any]:
+    """Both modules on the same ranks."""
+    return {VISION: sizes, LM: {**sizes, "colocate_with": VISION}}
 
 
-def _train_and_resume(folder: Path, parallel: dict[str, Any]) -> list[dict[str, torch.Tensor] | None]:
-    """A straight run, and one from its second step on under a layout."""
-    return [_train(folder, PLAN), _train(folder / "again", parallel, str(folder / "checkpoint-2"))]
+def _train_and_resume(folder: Path) -> list[dict[str, torch.Tensor] | None]:
+    """A straight run, and one from its second step on."""
+    return [_train(folder, PLAN), _train(folder / "again", PLAN, str(folder / "checkpoint-2"))]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("parallel", [PLAN, deep(OTHER)])
-def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path, parallel: dict[str, Any]):
-    straight, resumed = run_distributed(_train_and_resume, 4, tmp_path, parallel, timeout=200)[0]
-    _assert_close(resumed, straight, exact=parallel is PLAN)
+def test_an_interrupted_and_resumed_run_equals_a_straight_one(tmp_path: Path):
+    straight, resumed = run_distributed(_train_and_resume, 4, tmp_path, timeout=200)[0]
+    _assert_close(resumed, straight, exact=True)
     single = run_distributed(_train, 1, tmp_path / "single", None, str(tmp_path / "checkpoint-2"))[0]
     _assert_close(single, straight)
+
+
+ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
+CP = {"cp_size": 2, "cp_block": 16}
+HOST, SAVED = {"offload_optimizer": True}, {"offload_activations": True}
+AGAIN = {"activation_checkpointing": True, **SAVED}
+SAVED_ON_HOST = {VISION: {"tp_size": 2, **SAVED}, LM: {"tp_size": 2, "colocate_with": VISION, **AGAIN}}
+STAGES_ON_HOST = {VISION: {"dp_size": 2, **AGAIN}, LM: {"pp_size": 2, "colocate_with": VISION, **SAVED, **HOST}}
+ON_HOST, IN_SLICES = on_both(tp_size=2, **HOST), {VISION: {"dp_size": 2}, LM: on_both(dp_size=2, zero_stage=1)[LM]}
+UNLIKE_COPIES = {
+    "modules": {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1,))], [(0, 1, (2, 3)), (1, 4, (4, 5))])}
+}
+DRAWS = {IMAGE: {"dp_size": 2, "colocate_with": LM}, VISION: {"colocate_with": LM}, LM: {"pp_size": 2}}
+RESUMED: dict[str, tuple[str, Any, list[Any], Callable[[], dict[str, Any]]]] = {
+    "tensor parallelism": ("qwen2_vl", PLAN, [OTHER], dict),
+    "shared tokens": ("llava", {LM: {**CP, "dp_size": 2}}, [{LM: {**CP, "cp_size": 4}}], dict),
+    "an optimizer on the host": ("llava", ON_HOST, [IN_SLICES], dict),
+    "an optimizer in slices": ("llava", IN_SLICES, [ON_HOST], dict),
+    "activations on the host": ("llava", SAVED_ON_HOST, [STAGES_ON_HOST], dict),
+    "stages on the host": ("llava", STAGES_ON_HOST, [IN_SLICES], dict),
+    "ZeRO-1": ("llava", on_both(dp_size=2, tp_size=2, zero_stage=1), [None, OTHER], dict),
+    "ZeRO-3": ("llava", on_both(dp_size=2, tp_size=2, zero_stage=3), [None, OTHER], dict),
+    "ZeRO-2 in groups": (
+        "llava",
+        on_both(dp_size=4, shard_size=2, zero_stage=2),
+        [on_both(dp_size=2, tp_size=2, zero_stage=stage) for stage in (1, 3)],
+        dict,
+    ),
+    "unlike copies": (
+        "llava",
+        UNLIKE_COPIES,
+        [None, {VISION: {"dp_size": 2}, LM: {"pp_size": 2, "tp_size": 2}}],
+        dict,
+    ),
+    "a generator": ("llava", DRAWS, [None], partial(generator_words, ("dit",), max_steps=4)),
+}
+"""Of a family, a layout, those that a run goes on under from its second step, and words; `None` is the same layout."""
+
+
+def resumptions(folder: Path, name: str) -> list[runs.Run]:
+    family, source, targets, words = RESUMED[name]
+    straight = runs.saving_run(family, folder, source, **ADAMW, **words())
+    rest = [(source if target is None else target, folder / str(place)) for place, target in enumerate(targets)]
+    checkpoint = folder / "checkpoint-2"
+    return [straight, *(runs.saving_run(family, out, own, checkpoint, **ADAMW, **words()) for own, out in rest)]
+
+
+@pytest.mark.distributed
+@pytest.mark.deep
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_as_it_was_and_under_any_layout(name: str, tmp_path: Path):
+    family, source, targets, words = RESUMED[name]
+    straight, *rest = run_distributed(
+        resumptions, runs.ranks_of(family, source, **words()), tmp_path, name, timeout=250
+    )[0]
+    runs.assert_same_run(straight, runs.stock(family, **ADAMW, **words()))
+    for target, run in zip(targets, rest, strict=True):
+        tolerance = {"rtol": 0, "atol": 0} if target is None else {"rtol": 1e-4, "atol": 2e-5}
+        runs.assert_same_run(run, straight, **tolerance)
 
 
 def _best_and_limit(folder: Path, async_save: bool) -> dict[str, Any]:

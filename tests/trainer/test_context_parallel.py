@@ -2,31 +2,25 @@
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
+from shrunk_models import shrunk
+from transformers import PreTrainedConfig
 
-from hf_mmparallel import (
-    ModulePlugin,
-    MultimodalParallelPlugin,
-    MultimodalParallelTrainer,
-    MultimodalTrainingArguments,
-)
+from hf_mmparallel import ModulePlugin, MultimodalParallelPlugin
 from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import resolve_plan
 from hf_mmparallel.planning.possible_sizes import check_context
 from hf_mmparallel.trainer.build import prepare_context
 from tests import tiny
 from tests.distributed import run_distributed
-from tests.folders import run_folder
 from tests.modeling import test_composed as parts
 
 from . import runs
 from .runs import case
-from .test_features import assert_same_evaluations, evaluations, finished
+from .test_features import assert_same_evaluations, evaluations
 
 VISION, LM = "vision", "language_model"
 CP = {"cp_size": 2, "cp_block": 16}
@@ -69,52 +63,35 @@ def adapted(**sizes: Any) -> dict[str, Any]:
     return {VISION: {"freeze": "tower"}, LM: {"peft_config": lora, **sizes}}
 
 
-def adapted_alone() -> list[dict[str, float]]:
-    """Logs of our Trainer on one process."""
-    arguments = {**runs.COMMON, **SHORT, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    args = MultimodalTrainingArguments(output_dir=run_folder(), parallel=adapted(), **arguments)
-    return finished(MultimodalParallelTrainer(args=args, **runs.words_of("llava", {}))).logs
-
-
 def composed() -> dict[str, Any]:
     """A model of a CLIP tower, a Whisper encoder and a Llama; samples with images and clips, one of them or none."""
     model, rows = parts.compose("clip_whisper_llama")
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for index in range(runs.SAMPLES):
-        images, clips = index % 3, index % 2
-        words = torch.randint(4, 39, (4 + index % 3,), generator=generator).tolist()
-        ids = torch.tensor([1, *[parts.IMAGE] * rows * images, 3, *[parts.AUDIO] * 6 * clips, *words])
-        labels = ids.masked_fill(ids >= parts.IMAGE, -100)
-        sample = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
-        for name, shape in (("pixel_values", (images, 3, 8, 8)), ("input_features", (clips, 8, 12))):
-            if shape[0]:
-                sample[name] = torch.randn(shape, generator=generator)
-        samples.append(sample)
-    return {"model": model.train(), "data": samples}
+    images, clips = ([index % most for index in range(runs.SAMPLES)] for most in (3, 2))
+    return {"model": model.train(), "data": parts.make_samples("clip_whisper_llama", rows, images, clips), **SHORT}
 
 
-def on_three_ranks() -> dict[str, Any]:
-    """Evaluations and predictions, the logs of training adapters, the run of a composed model."""
-    together = {VISION: {}, "audio": {"colocate_with": VISION}, LM: CP}
-    return {
-        "evaluations": evaluations(functools.partial(runs.make_trainer, "llava", {LM: CP})),
-        "adapters": finished(runs.make_trainer("llava", adapted(**CP), **SHORT)).logs,
-        "composed": finished(runs.make_trainer("llava", together, **SHORT, **composed())),
-    }
+def evaluated() -> dict[str, Any]:
+    """Evaluations and predictions on this rank."""
+    return evaluations(functools.partial(runs.make_trainer, "llava", {LM: CP}))
 
 
 @pytest.mark.distributed
 @pytest.mark.deep
-def test_predictions_adapters_and_composed_models_are_those_of_one_process():
-    ranks = run_distributed(on_three_ranks, 3)
-    of_ranks = [rank["evaluations"] for rank in ranks]
-    assert_same_evaluations(of_ranks, evaluations(runs.stock_trainer))
-    logits = of_ranks[0]["logits"]  # where the stock Trainer's padding has values too
+def test_predictions_are_those_of_one_process():
+    ranks = run_distributed(evaluated, 3)
+    assert_same_evaluations(ranks, evaluations(runs.stock_trainer))
+    logits = ranks[0]["logits"]  # where the stock Trainer's padding has values too
     data = tiny.make_dataset("llava", 9, seed=4)[:5]
     assert (logits != -100).sum() == logits.shape[2] * sum(len(sample["input_ids"]) for sample in data)
-    assert ranks[0]["adapters"] == [pytest.approx(row, rel=2e-5, abs=2e-6) for row in adapted_alone()]
-    runs.assert_same_run(ranks[0]["composed"], finished(runs.stock_trainer(**SHORT, **composed())))
+
+
+@pytest.mark.distributed
+@pytest.mark.deep
+def test_adapters_and_composed_models_equal_the_stock_trainer():
+    together = {VISION: {}, "audio": {"colocate_with": VISION}, LM: CP}
+    adapters = runs.Layout("llava", adapted(**CP), functools.partial(dict, SHORT), alone=adapted())
+    layouts = {"adapters": adapters, "composed": runs.Layout("llava", together, composed)}
+    runs.assert_layouts_equal_the_stock_trainer(3, layouts)
 
 
 # What is refused
@@ -129,17 +106,11 @@ def test_a_language_model_gets_the_attention_that_ranks_share_and_another_is_ref
         prepare_context(model, build_model_spec(model), ModulePlugin(attn_implementation="eager"))
 
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
-REFUSED = {
-    "layers with an attention of their own": (
-        transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50),
-        "`BloomModel`",
-    ),
-    "a state-space model": (transformers.MambaConfig(**SMALL, state_size=4), "`MambaForCausalLM.create_masks"),
+REFUSED: dict[str, tuple[PreTrainedConfig, str]] = {
+    "layers with an attention of their own": (shrunk(transformers.BloomConfig()), "`BloomModel`"),
+    "a state-space model": (shrunk(transformers.MambaConfig()), "`MambaForCausalLM.create_masks"),
     "a mask that words can't say": (
-        transformers.Gemma3TextConfig(
-            **SMALL, intermediate_size=32, num_attention_heads=4, head_dim=8, use_bidirectional_attention=True
-        ),
+        shrunk(transformers.Gemma3TextConfig(), {"use_bidirectional_attention": True}),
         "`cp_size=1`",
     ),
 }
@@ -151,17 +122,3 @@ def test_a_model_whose_tokens_no_ranks_can_share_is_refused(name: str):
     model = transformers.AutoModelForCausalLM.from_config(config)
     with pytest.raises(ValueError, match=message):
         check_context(model, build_model_spec(model))
-
-
-def straight_and_resumed(folder: Path) -> list[runs.Run]:
-    """A run that saves, and one that goes on from there with other ranks that share tokens."""
-    run = functools.partial(runs.saving_run, "llava", folder, optim="adamw_torch", learning_rate=1e-3)
-    return [run({LM: {**CP, "dp_size": 2}}), run({LM: {**CP, "cp_size": 4}}, folder / "checkpoint-2")]
-
-
-@pytest.mark.distributed
-@pytest.mark.deep
-def test_a_run_goes_on_with_another_number_of_ranks_that_share_tokens(tmp_path: Path):
-    straight, resumed = run_distributed(straight_and_resumed, 5, tmp_path)[0]
-    assert len(resumed.logs) == len(straight.logs)
-    runs.assert_same_run(resumed, straight, rtol=1e-4, atol=2e-5)

@@ -15,7 +15,7 @@ from hf_mmparallel.trainer.arguments import check_global_batch, check_optimizer_
 from tests import tiny
 from tests.distributed import run_distributed
 
-from . import runs
+from . import contexts, runs
 
 VISION, LM = "vision", "language_model"
 ADAMW = {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-4}
@@ -65,8 +65,7 @@ def test_a_layout_equals_the_stock_trainer_and_tells_what_has_no_effect():
 
 def arguments(deepspeed: dict[str, Any], **given: Any) -> MultimodalTrainingArguments:
     """Arguments with a configuration of the language model."""
-    given = {"use_cpu": True, "report_to": [], "output_dir": "unused", **given}
-    return MultimodalTrainingArguments(parallel={LM: {"deepspeed": deepspeed}}, **given)
+    return contexts.arguments(parallel={LM: {"deepspeed": deepspeed}}, **given)
 
 
 @pytest.mark.parametrize(

@@ -21,15 +21,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
-    T5Config,
-    T5ForConditionalGeneration,
-    Trainer,
-    TrainingArguments,
     default_data_collator,
     set_seed,
 )
 
-from hf_mmparallel import ChatCollator, MultimodalParallelTrainer, MultimodalTrainingArguments, PackingCollator
+from hf_mmparallel import ChatCollator, PackingCollator
 from hf_mmparallel.trainer import evaluation, training_steps
 from hf_mmparallel.trainer.columns import format_sentence
 from hf_mmparallel.trainer.start_checks import check_model
@@ -42,12 +38,6 @@ from tests.distributed import run_distributed
 from . import runs
 
 VISION, LM = "vision", "language_model"
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
 
 
 # Size 1
@@ -78,11 +68,6 @@ def test_a_plan_refuses_models_that_are_not_trained_on_the_next_token(cls: Any):
         check_model(classifier(cls))
 
 
-def translator() -> PreTrainedModel:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
-
-
 def samples(labels: Callable[[int, list[int]], Any], ragged: bool = False) -> list[dict[str, Any]]:
     found = []
     for index in range(12):
@@ -93,44 +78,32 @@ def samples(labels: Callable[[int, list[int]], Any], ragged: bool = False) -> li
 
 CASES: dict[str, tuple[Callable[[], Any], list[dict[str, Any]]]] = {
     "ragged classes": (classifier, samples(lambda i, ids: i % 2, ragged=True)),
-    "classes of tokens": (
-        lambda: classifier(LlamaForTokenClassification),
-        samples(lambda i, ids: [place % 2 for place in ids]),
-    ),
-    "numbers": (lambda: classifier(num_labels=1), samples(lambda i, ids: i / 7)),
-    "several classes": (
-        lambda: classifier(problem_type="multi_label_classification"),
-        samples(lambda i, ids: [float(i % 2), 1.0]),
-    ),
-    "another length": (translator, samples(lambda i, ids: [*ids, 1, 2])),
     "no mask": (Regression, samples(lambda i, ids: ids)),
 }
-STOCK = (Trainer, TrainingArguments)
-OURS = (MultimodalParallelTrainer, MultimodalTrainingArguments)
+WITHOUT_COLLATOR = {"data_collator": None, "remove_unused_columns": True}
 
 
-def _trained(cls: Any, args_cls: Any, name: str, as_rows: bool, resume: bool = False) -> Trainer:
-    """A Trainer on a case, trained; or resumed from its second step."""
-    make, data = CASES[name]
+def _trained(make: Any, folder: Path, name: str, as_rows: bool, resume: bool) -> runs.Run:
+    """A run of a case, or one that goes on from its second step."""
+    model, data = CASES[name]
     set_seed(0)
-    arguments = {**runs.COMMON, "remove_unused_columns": True, "save_strategy": "steps", "save_steps": 2}
-    args = args_cls(output_dir=cls.__name__, per_device_train_batch_size=4, **{**arguments, "max_steps": 3})
     dataset: Any = Dataset.from_list(data) if as_rows else data
-    words = tokenizer() if "ragged" in name else None
-    trainer = cls(model=make(), args=args, train_dataset=dataset, eval_dataset=dataset, processing_class=words)
-    trainer.train(resume_from_checkpoint=f"{cls.__name__}/checkpoint-2" if resume else None)
-    return trainer
+    words = {"model": model(), "data": dataset, "eval_dataset": dataset, "processing_class": None}
+    if "ragged" in name:
+        words["processing_class"] = tokenizer()
+    steps = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "per_device_train_batch_size": 4}
+    trainer = make(output_dir=str(folder), **words, **steps, **WITHOUT_COLLATOR)
+    return runs.run_of(trainer, evaluate=True, checkpoint=folder / "checkpoint-2" if resume else None)
 
 
 @pytest.mark.parametrize("name", runs.deep_but(CASES, "ragged classes"))
-def test_without_a_collator_size_1_is_the_stock_trainer(name: str):
+def test_without_a_collator_size_1_is_the_stock_trainer(name: str, tmp_path: Path):
     """Also when it is resumed in the middle of an epoch, which draws the same batches."""
     for as_rows, resume in ((True, False), (False, True)):
-        ours, stock = (_trained(*classes, name, as_rows, resume) for classes in (OURS, STOCK))
-        assert runs.step_logs(ours) == runs.step_logs(stock) != []
-        assert ours.evaluate()["eval_loss"] == stock.evaluate()["eval_loss"]
-        for own, wanted in zip(ours.model.parameters(), stock.model.parameters(), strict=True):
-            assert torch.equal(own, wanted)
+        makes = {"ours": runs.our_trainer, "stock": runs.stock_trainer}
+        ours, stock = (_trained(make, tmp_path / own, name, as_rows, resume) for own, make in makes.items())
+        runs.assert_same_run(ours, stock, 0, 0)
+        assert ours.metrics["eval_loss"] == stock.metrics["eval_loss"]
 
 
 # A plan
@@ -138,17 +111,9 @@ def test_without_a_collator_size_1_is_the_stock_trainer(name: str):
 
 def on_rank(model: Any, data: Any, parallel: Any = None, words: Any = None, **arguments: Any) -> runs.Run:
     """The run of our Trainer on this rank, or on one process; weights on rank 0."""
-    torch.set_num_threads(1)
-    runs.draw_nothing()
     sizes = {"global_batch_size": 4, "per_device_train_batch_size": 1 if parallel else 4, "max_steps": 2}
-    given = {**runs.COMMON, **sizes, "remove_unused_columns": True, **arguments}
-    given |= {"ddp_backend": "gloo"} if parallel else {}
-    args = MultimodalTrainingArguments(output_dir="unused", parallel=parallel, **given)
-    trainer = MultimodalParallelTrainer(model, args, train_dataset=data, **(words or {}))
-    if parallel:
-        return runs.run_of(trainer)
-    trainer.train()
-    return runs.Run(runs.step_logs(trainer), dict(trainer.model.state_dict()))
+    given = {"model": model, "data": data, **sizes, **WITHOUT_COLLATOR, **(words or {}), **arguments}
+    return runs.run_of(runs.make_trainer("llava", parallel, **given) if parallel else runs.our_trainer(**given))
 
 
 def one_image_each(size: int, ragged: bool, listed: bool) -> list[dict[str, Any]]:
@@ -178,11 +143,9 @@ def test_images_that_the_stock_trainer_stacks_train_alike_under_a_plan(form: str
         data = one_image_each(8, ragged=True, listed=True)
         runs.assert_same_run(found, runs.stock("llava", data=data, max_steps=2, per_device_train_batch_size=4))
         return
-    args = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2, "remove_unused_columns": True}
-    data: Any = one_image_each(8, ragged=False, listed=False)
-    stock = Trainer(tiny.FAMILIES["llava"](), TrainingArguments(output_dir="unused", **args), train_dataset=data)
-    stock.train()
-    runs.assert_same_run(found, runs.Run(runs.step_logs(stock), dict(stock.model.state_dict())))
+    data = one_image_each(8, ragged=False, listed=False)
+    stock = runs.stock_trainer(data=data, per_device_train_batch_size=4, max_steps=2, **WITHOUT_COLLATOR)
+    runs.assert_same_run(found, runs.run_of(stock))
 
 
 # Columns
@@ -197,9 +160,7 @@ def chat_model(attention: str = "sdpa") -> PreTrainedModel:
     config.text_config.vocab_size = len(processor.tokenizer) + 8
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = type(model)(config)
-    model.set_attn_implementation({"text_config": attention})
-    return model
+        return tiny.attending(type(model)(config), attention)
 
 
 def chats(count: int, column: str = "messages", assistant: str = "assistant") -> list[dict[str, Any]]:

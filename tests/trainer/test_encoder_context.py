@@ -1,8 +1,8 @@
 """Ranks that share the images, frames and clips of an encoder give the stock Trainer's losses, norms and weights."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from hf_mmparallel.modeling import build_model_spec
 from hf_mmparallel.plan import ModulePlugin, resolve_plan
 from tests import tiny
 from tests.deep_cases import in_turn
-from tests.distributed import run_distributed
 
 from . import runs
+from .moments import AtTheEnd
 
 pytestmark = pytest.mark.distributed
 
@@ -60,22 +60,42 @@ def unlike_images(has_videos: bool) -> list[dict[str, Any]]:
     return samples
 
 
-Case = tuple[str, dict[str, Any], dict[str, Any]]
-# whose samples -> family, layout, arguments
-ON_THREE: dict[str, Case] = {
-    "images and frames of unlike sizes": ("qwen2_vl", {VISION: CP2}, {"data": True}),
-    "windows": ("qwen2_5_vl", {VISION: CP2}, {"data": True}),
-    "DeepStack, recomputed": ("qwen3_vl", {VISION: {**CP2, **AGAIN}}, {"data": False}),
-    "crops of one size": ("internvl", {VISION: CP2}, {}),
-    "sizes of pixels": ("mistral3", {VISION: CP2}, {}),
-    "clips": ("voxtral", {AUDIO: CP2}, {}),
-}
-ON_TWO: dict[str, Case] = {
-    "experts shared by the same ranks": (
-        "qwen3_vl_moe",
-        {VISION: CP2, LM: {"dp_size": 2, "ep_size": 2, "colocate_with": VISION}},
-        {"data": False},
-    ),
+def words(**arguments: Any) -> dict[str, Any]:
+    """`unlike` says whether samples of unlike images have videos, too."""
+    unlike = arguments.pop("unlike", None)
+    return {**SHORT, **({} if unlike is None else {"data": unlike_images(unlike)}), **arguments}
+
+
+def case(family: str, parallel: dict[str, Any], unlike: bool | None = None, **ours: Any) -> runs.Layout:
+    return runs.Layout(family, parallel, partial(words, unlike=unlike), ours)
+
+
+def shares_both_ways(trainer: Any) -> None:
+    """Ranks share the tokens of some chunks, and whole items of others."""
+    seen, distribute = set(), ItemSharder.__call__
+
+    def noted(self: ItemSharder, batch: Any) -> ItemSharding:
+        sharding = distribute(self, batch)
+        if any(len(items.tokens) for items in sharding.items.values()):
+            seen.add(sharding.by_tokens)
+        return sharding
+
+    def check(state: Any) -> None:
+        ItemSharder.__call__ = distribute
+        assert seen == {True, False}
+
+    ItemSharder.__call__ = noted
+    trainer.add_callback(AtTheEnd(check))
+
+
+UNLIKE = "images and frames of unlike sizes"
+ON_THREE: dict[str, runs.Layout] = {
+    UNLIKE: replace(case("qwen2_vl", {VISION: CP2}, True), check=shares_both_ways),
+    "windows": case("qwen2_5_vl", {VISION: CP2}, True),
+    "DeepStack, recomputed": case("qwen3_vl", {VISION: {**CP2, **AGAIN}}, False),
+    "crops of one size": case("internvl", {VISION: CP2}),
+    "sizes of pixels": case("mistral3", {VISION: CP2}),
+    "clips": case("voxtral", {AUDIO: CP2}),
 }
 
 
@@ -89,119 +109,62 @@ def stages_on_the_same_ranks(family: str) -> dict[str, Any]:
     return replace(plan, modules={**plan.modules, VISION: vision}, schedule="interleaved").to_dict()
 
 
-ON_TWO |= {
-    "stages cut inside DeepStack": ("qwen3_vl", stages_on_the_same_ranks("qwen3_vl"), {"data": False}),
-    "stages with windows": ("qwen2_5_vl", stages_on_the_same_ranks("qwen2_5_vl"), {"data": True}),
-    "stages, features of an inner layer": ("llava", stages_on_the_same_ranks("llava"), {}),
-}
-ON_FOUR: dict[str, Case] = {
-    "more ranks than images": (
-        "qwen2_vl",
-        {VISION: {"cp_size": 4}, LM: {"dp_size": 4, "colocate_with": VISION}},
-        {"data": True},
+ADAPTED = {"peft_config": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv", "proj"], "init_lora_weights": False}}
+BESIDE = {"colocate_with": VISION}
+ON_TWO: dict[str, runs.Layout] = {
+    "experts shared by the same ranks": case(
+        "qwen3_vl_moe", {VISION: CP2, LM: {"dp_size": 2, "ep_size": 2, **BESIDE}}, False
     ),
-    "with the tokens, on the same ranks": (
-        "llava",
-        {VISION: {**CP2, "tp_size": 2}, LM: {"colocate_with": VISION, "pp_size": 2, "cp_size": 2, "cp_block": 8}},
-        {},
-    ),
-    "stages of both, ZeRO-3": (
-        "qwen2_5_vl",
-        {VISION: {**CP2, "pp_size": 2, "zero_stage": 3}, LM: {"colocate_with": VISION, "cp_size": 4, "cp_block": 16}},
-        {"data": True},
-    ),
-    "copies, frozen but for the projector": (
-        "gemma3",
-        {VISION: {**CP2, "dp_size": 2, "freeze": "tower", "colocate_with": LM}, LM: {"dp_size": 4}},
-        {},
-    ),
-    "stages cut inside DeepStack": (
-        "qwen3_vl",
-        {VISION: {**CP2, "pp_size": 2, "zero_stage": 1}, LM: {"colocate_with": VISION, "cp_size": 4, "cp_block": 16}},
-        {"data": False},
-    ),
-    "windows, one image or none to four ranks": (
-        "qwen2_5_vl",
-        {VISION: {"cp_size": 4}, LM: {"cp_size": 4, "cp_block": 8, "colocate_with": VISION}},
-        {"data": True, "per_device_train_batch_size": 1},
-    ),
-    "DeepStack, four ranks": (
-        "qwen3_vl",
-        {VISION: {"cp_size": 4, **AGAIN}, LM: {"pp_size": 2, "dp_size": 2, "colocate_with": VISION}},
-        {"data": False},
-    ),
-    "crops, four ranks": ("internvl", {VISION: {"cp_size": 4}, LM: {"pp_size": 4, "colocate_with": VISION}}, {}),
-    "clips, four ranks": ("voxtral", {AUDIO: {"cp_size": 4}, LM: {"dp_size": 4, "colocate_with": AUDIO}}, {}),
-    "ZeRO-2, three ranks to one": ("llava", {VISION: {"cp_size": 3, "zero_stage": 2}}, {}),
-    "two encoders": (
-        "qwen2_5_omni",
-        {VISION: CP2, AUDIO: {"colocate_with": VISION, **CP2}, LM: {"pp_size": 2}},
-        {},
+    "stages cut inside DeepStack": case("qwen3_vl", stages_on_the_same_ranks("qwen3_vl"), False),
+    "stages with windows": case("qwen2_5_vl", stages_on_the_same_ranks("qwen2_5_vl"), True),
+    "stages, features of an inner layer": case("llava", stages_on_the_same_ranks("llava")),
+    "adapters": replace(
+        case("qwen2_vl", {VISION: {**CP2, **ADAPTED}, LM: {"dp_size": 2, **BESIDE}}, True),
+        alone={VISION: ADAPTED, LM: {}},
     ),
 }
-
-
-def arguments_of(case: Case) -> dict[str, Any]:
-    arguments = {**SHORT, **case[2]}
-    if "data" in arguments:
-        arguments["data"] = unlike_images(arguments["data"])
-    return arguments
-
-
-def train(cases: dict[str, Case]) -> tuple[dict[str, runs.Run], dict[str, set[bool]]]:
-    """The runs, and whether ranks shared tokens in their chunks, or whole items."""
-    ways: dict[str, set[bool]] = {}
-    distribute = ItemSharder.__call__
-    result = {}
-    for name, case in cases.items():
-        ways[name] = set()
-
-        def noted(self: ItemSharder, batch: Any, seen: set[bool] = ways[name]) -> ItemSharding:
-            sharding = distribute(self, batch)
-            if any(len(items.tokens) for items in sharding.items.values()):
-                seen.add(sharding.by_tokens)
-            return sharding
-
-        with mock.patch.object(ItemSharder, "__call__", noted):
-            result[name] = runs.parallel_run(case[0], case[1], **arguments_of(case))
-    return result, ways
+ON_FOUR: dict[str, runs.Layout] = {
+    "more ranks than images": case("qwen2_vl", {VISION: {"cp_size": 4}, LM: {"dp_size": 4, **BESIDE}}, True),
+    "with the tokens, on the same ranks": case(
+        "llava", {VISION: {**CP2, "tp_size": 2}, LM: {**BESIDE, "pp_size": 2, **CP2, "cp_block": 8}}
+    ),
+    "stages of both, ZeRO-3": case(
+        "qwen2_5_vl",
+        {VISION: {**CP2, "pp_size": 2, "zero_stage": 3}, LM: {**BESIDE, "cp_size": 4, "cp_block": 16}},
+        True,
+    ),
+    "copies, frozen but for the projector": case(
+        "gemma3", {VISION: {**CP2, "dp_size": 2, "freeze": "tower", "colocate_with": LM}, LM: {"dp_size": 4}}
+    ),
+    "stages cut inside DeepStack": case(
+        "qwen3_vl",
+        {VISION: {**CP2, "pp_size": 2, "zero_stage": 1}, LM: {**BESIDE, "cp_size": 4, "cp_block": 16}},
+        False,
+    ),
+    "windows, one image or none to four ranks": case(
+        "qwen2_5_vl",
+        {VISION: {"cp_size": 4}, LM: {"cp_size": 4, "cp_block": 8, **BESIDE}},
+        True,
+        per_device_train_batch_size=1,
+    ),
+    "DeepStack, four ranks": case(
+        "qwen3_vl", {VISION: {"cp_size": 4, **AGAIN}, LM: {"pp_size": 2, "dp_size": 2, **BESIDE}}, False
+    ),
+    "crops, four ranks": case("internvl", {VISION: {"cp_size": 4}, LM: {"pp_size": 4, **BESIDE}}),
+    "clips, four ranks": case("voxtral", {AUDIO: {"cp_size": 4}, LM: {"dp_size": 4, "colocate_with": AUDIO}}),
+    "ZeRO-2, three ranks to one": case("llava", {VISION: {"cp_size": 3, "zero_stage": 2}}),
+    "two encoders": case("qwen2_5_omni", {VISION: CP2, AUDIO: {**BESIDE, **CP2}, LM: {"pp_size": 2}}),
+}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
+    ("world_size", "layouts"),
     [
         (2, in_turn(ON_TWO)),
-        (3, in_turn(ON_THREE, "images and frames of unlike sizes")),
+        (3, in_turn(ON_THREE, UNLIKE)),
         (4, in_turn(ON_FOUR, "with the tokens, on the same ranks")),
     ],
     ids=["2", "3", "4"],
 )
-def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size: int, cases: dict[str, Case]):
-    first, ways = run_distributed(train, world_size, cases, timeout=280)[0] if cases else ({}, {})
-    assert {True, False} in ways.values() or world_size != 3, ways
-    for name, case in cases.items():
-        whole = {**arguments_of(case), "per_device_train_batch_size": runs.GLOBAL_BATCH}
-        reference = runs.stock(case[0], freeze=runs.frozen(case[1]), **whole)
-        try:
-            runs.assert_same_run(first[name], reference)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-
-
-ADAPTED = {"peft_config": {"r": 4, "lora_alpha": 8, "target_modules": ["qkv", "proj"], "init_lora_weights": False}}
-
-
-def train_adapters(layouts: list[dict[str, Any]]) -> list[runs.Run]:
-    arguments = arguments_of(ON_THREE["images and frames of unlike sizes"])
-    return [runs.parallel_run("qwen2_vl", layout, **arguments) for layout in layouts]
-
-
-@pytest.mark.deep
-def test_adapters_of_an_encoder_that_shares_out_its_images():
-    shared = {VISION: {**CP2, **ADAPTED}, LM: {"dp_size": 2, "colocate_with": VISION}}
-    (found,) = run_distributed(train_adapters, 2, [shared])[0]
-    (alone,) = run_distributed(train_adapters, 1, [{VISION: ADAPTED, LM: {}}])[0]
-    for run in (found, alone):  # copies of what is trained whole are not part of a checkpoint
-        run.weights = {name: value for name, value in (run.weights or {}).items() if "original_module" not in name}
-    assert any("lora_B" in name for name in alone.weights or ())
-    runs.assert_same_run(found, alone)
+def test_encoders_that_share_out_their_images_equal_the_stock_trainer(world_size: int, layouts: Any):
+    runs.assert_layouts_equal_the_stock_trainer(world_size, layouts)

@@ -3,14 +3,17 @@
 import functools
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import shrunk_models
 import torch
 import torch.distributed as dist
 import transformers as hf
-from transformers import BertConfig, BertForMaskedLM, BertModel, DogeConfig, DogeForCausalLM, PreTrainedModel
+from shrunk_models import shrunk
+from transformers import PreTrainedModel
 
 from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.plan import MultimodalParallelPlugin
@@ -24,65 +27,21 @@ from tests.distributed import assert_ranks_raise, run_distributed
 
 from . import runs
 
-TEXT: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "vocab_size": 64,
-}
-SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+def small(name: str, config: Any = None) -> Any:
+    """A small model of an encoder and a decoder."""
+    config = config or getattr(hf, f"{name}Config")()
+    return getattr(hf, f"{name}ForConditionalGeneration")(shrunk(config))
 
 
-def florence2() -> PreTrainedModel:
-    vision = {
-        "embed_dim": [8, 16, 16, 16],
-        "num_heads": [2, 2, 2, 2],
-        "num_groups": [2, 2, 2, 2],
-        "depths": [1, 1, 1, 1],
-        "window_size": 4,
-        "projection_dim": 32,
-    }
-    text = {"model_type": "bart", **TEXT}
-    return hf.Florence2ForConditionalGeneration(hf.Florence2Config(vision_config=vision, text_config=text))
-
-
-def _whisper_config() -> hf.WhisperConfig:
-    return hf.WhisperConfig(**TEXT, num_mel_bins=8, max_source_positions=10, max_target_positions=16, pad_token_id=0)
-
-
-def whisper() -> PreTrainedModel:
-    return hf.WhisperForConditionalGeneration(_whisper_config())
-
-
-def bart() -> PreTrainedModel:
-    return hf.BartForConditionalGeneration(hf.BartConfig(**TEXT))
-
-
-def blip2_t5() -> PreTrainedModel:
-    """One whose language model is an encoder-decoder."""
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
-    text = {"model_type": "t5", **sizes}
-    vision = {**SIZES, "image_size": 16, "patch_size": 8}
-    former = {**SIZES, "encoder_hidden_size": 32, "vocab_size": 64}
-    config = hf.Blip2Config(vision_config=vision, qformer_config=former, text_config=text)
-    return hf.Blip2ForConditionalGeneration(config)
-
-
-ALL = (florence2, whisper, bart, blip2_t5)
-
-
-def bart_decoder() -> PreTrainedModel:
-    return hf.BartForCausalLM(hf.BartConfig(**TEXT))
+ALL: dict[str, Callable[[], Any]] = {name: partial(small, name) for name in ("Florence2", "Whisper", "Bart")}
+ALL["Blip2 of T5"] = lambda: small("Blip2", hf.Blip2Config(text_config={"model_type": "t5"}))
 
 
 def with_whisper() -> PreTrainedModel:
     """The encoder of a Whisper model before a causal language model."""
-    text = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64))
-    return MultimodalModel.from_unimodal({"audio": hf.WhisperModel(_whisper_config())}, text, token_ids={"audio": 60})
+    encoders = {"audio": hf.WhisperModel(shrunk(hf.WhisperConfig()))}
+    return MultimodalModel.from_unimodal(encoders, shrunk_models.build("llama"), token_ids={"audio": 60})
 
 
 VISION, LM = "vision", "language_model"
@@ -235,26 +194,18 @@ def test_a_dataset_without_labels_is_refused_at_its_first_step():
 
 def router_losses() -> Any:
     """Doge's loss takes the routes of its product keys."""
-    config = DogeConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, is_moe=True)
-    with torch.device("meta"):
-        model = DogeForCausalLM(config)
+    model = hf.DogeForCausalLM(shrunk(hf.DogeConfig(), {"is_moe": True}))
     check_model(model)
     model.config.output_router_logits = True
     return model
 
 
-def bert(cls: Any) -> Any:
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    with torch.device("meta"):
-        return cls(BertConfig(vocab_size=64, num_attention_heads=4, **sizes))
-
-
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "another loss over the load of experts": (router_losses, "`output_router_logits=True` of `DogeForCausalLM`"),
     "a norm over a whole batch": (lambda: torch.nn.Sequential(torch.nn.BatchNorm1d(2)), "`0` is a `BatchNorm1d`"),
-    "masked tokens": (lambda: bert(BertForMaskedLM), "is_decoder=True"),
-    "no loss": (lambda: bert(BertModel), "`BertModel`"),
-    **{make.__name__: (make, "") for make in ALL},
+    "masked tokens": (lambda: hf.BertForMaskedLM(shrunk(hf.BertConfig())), "is_decoder=True"),
+    "no loss": (lambda: hf.BertModel(shrunk(hf.BertConfig())), "`BertModel`"),
+    **{name: (make, "") for name, make in ALL.items()},
 }
 
 
@@ -266,7 +217,7 @@ def test_models_without_the_loss_of_the_next_token_are_refused(name: str):
         check_model(model)
 
 
-@pytest.mark.parametrize("make", [with_whisper, bart_decoder, tiny.FAMILIES["voxtral"]])
+@pytest.mark.parametrize("make", [with_whisper, partial(shrunk_models.build, "bart"), tiny.FAMILIES["voxtral"]])
 def test_encoders_and_decoders_of_such_models_are_not_refused(make: Callable[[], Any]):
     check_model(make())
 

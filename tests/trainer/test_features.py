@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import EarlyStoppingCallback
 
-from hf_mmparallel import MultimodalParallelTrainer
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
@@ -24,14 +23,6 @@ pytestmark = pytest.mark.distributed
 
 VISION, LM = "vision", "language_model"
 PAIR = {VISION: {}, LM: {}}
-
-
-def finished(trainer: Any) -> runs.Run:
-    """The run of a Trainer of either kind, trained; weights on rank 0."""
-    trainer.train()
-    whole = trainer.gather_model() if isinstance(trainer, MultimodalParallelTrainer) else trainer.model
-    weights = None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()}
-    return runs.Run(runs.step_logs(trainer), weights)
 
 
 # Evaluation
@@ -131,12 +122,12 @@ CORE = ("images at times",)
 
 def run_case(name: str) -> runs.Run:
     multiprocessing.set_start_method("fork", force=True)  # what a loader uses outside of the tests' own server
-    return finished(runs.make_trainer("llava", {LM: {"dp_size": 2}}, **CASES[name]()))
+    return runs.run_of(runs.make_trainer("llava", {LM: {"dp_size": 2}}, **CASES[name]()))
 
 
 @pytest.mark.parametrize("name", runs.deep_but(CASES, *CORE))
 def test_a_run_equals_the_stock_trainers(name: str):
-    run, stock = run_distributed(run_case, 3, name)[0], finished(runs.stock_trainer(**CASES[name]()))
+    run, stock = run_distributed(run_case, 3, name)[0], runs.run_of(runs.stock_trainer(**CASES[name]()))
     runs.assert_same_run(run, stock)
     if name == "early stopping":
         assert len(stock.logs) == 2
@@ -150,7 +141,7 @@ def dropping(seed: int) -> list[dict[str, float]]:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.5
-    return finished(runs.make_trainer("llava", PAIR, model=model, seed=seed, data_seed=0, max_steps=2)).logs
+    return runs.run_of(runs.make_trainer("llava", PAIR, model=model, seed=seed, data_seed=0, max_steps=2)).logs
 
 
 def repeated() -> tuple[list[Any], list[list[int]]]:

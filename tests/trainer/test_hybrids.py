@@ -1,5 +1,6 @@
 """Models with layers of several kinds in layouts, with packed rows, equal the stock Trainer on padded ones."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,6 @@ import pytest
 
 from tests import hybrids
 from tests.deep_cases import in_turn
-from tests.distributed import run_distributed
 
 from . import runs
 
@@ -110,9 +110,9 @@ def words_of(name: str) -> dict[str, Any]:
     return {"model": hybrids.build(name), **TWO_STEPS}
 
 
-def train(layouts: tuple[tuple[str, dict[str, Any]], ...], batch_size: int) -> list[runs.Run]:
+def layout_of(name: str, parallel: dict[str, Any], batch_size: int) -> runs.Layout:
     ours = {"packing": True, "per_device_train_batch_size": batch_size}
-    return [runs.parallel_run(family_of(name), layout, **ours, **words_of(name)) for name, layout in layouts]
+    return runs.Layout(family_of(name), parallel, partial(words_of, name), ours)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,14 @@ def train(layouts: tuple[tuple[str, dict[str, Any]], ...], batch_size: int) -> l
 def test_packed_rows_in_a_layout_equal_the_stock_trainer(
     world_size: int, layouts: Any, num_core: int, batch_size: int
 ):
-    ours = {"packing": True, "per_device_train_batch_size": batch_size}
-    every = {f"{name}, {own}": (family_of(name), own, partial(words_of, name), ours) for name, own in layouts}
+    every = {f"{name}, {own}": layout_of(name, own, batch_size) for name, own in layouts}
     runs.assert_layouts_equal_the_stock_trainer(world_size, in_turn(every, *[*every][:num_core]))
 
 
 @pytest.mark.deep
 def test_adapters_train_alike_in_a_layout_and_on_one_process():
-    # the stock Trainer, whose batch is the global batch, with adapters of the same seed
-    towers = [{VISION: BESIDE} if "Conditional" in name else {} for name, _ in ADAPTED]
-    whole = tuple((name, {**tower, LM: LORA}) for (name, _), tower in zip(ADAPTED, towers, strict=True))
-    alone = run_distributed(train, 1, whole, runs.GLOBAL_BATCH, timeout=280)[0]
-    for run, reference in zip(run_distributed(train, 2, ADAPTED, 2, timeout=280)[0], alone, strict=True):
-        assert any("lora" in weight for weight in run.weights or {})
-        runs.assert_same_run(*map(runs.without_originals, (run, reference)))
+    layouts = {}
+    for name, own in ADAPTED:
+        alone = {**({VISION: BESIDE} if "Conditional" in name else {}), LM: LORA}
+        layouts[f"{name}, {own}"] = replace(layout_of(name, own, 2), alone=alone)
+    runs.assert_layouts_equal_the_stock_trainer(2, layouts)

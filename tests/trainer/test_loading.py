@@ -13,15 +13,15 @@ import torch.distributed as dist
 from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from datasets import IterableDataset as StreamedDataset
-from torch.utils.data import IterableDataset, get_worker_info, random_split
+from torch.utils.data import random_split
 from transformers import TrainerCallback
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.trainer import training_steps
 from tests import tiny
 from tests.deep_cases import deep, in_turn
 from tests.distributed import run_distributed
-from tests.folders import made_once, run_folder
+from tests.folders import made_once
+from tests.streams import Rows
 
 from . import runs
 
@@ -55,18 +55,9 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return tiny.collate(FAMILY)([{name: v for name, v in sample.items() if name != "number"} for sample in samples])
 
 
-def make_trainer(dataset: Any, parallel: Any = PLAN, sample_tokens: Any = None, workers: int = 0, **given: Any) -> Any:
-    torch.set_num_threads(1)
-    runs.draw_nothing()
-    sizes = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
-    context = "fork" if workers else None
-    loading = {"dataloader_num_workers": workers, "dataloader_multiprocessing_context": context}
-    arguments = {"output_dir": run_folder(), **runs.COMMON, **sizes, **loading, **given}
-    args = MultimodalTrainingArguments(parallel=parallel, ddp_backend="gloo", **arguments)
-    model = tiny.FAMILIES[FAMILY]()
-    return MultimodalParallelTrainer(
-        model, args, sample_tokens=sample_tokens, train_dataset=dataset, data_collator=collate
-    )
+def make_trainer(dataset: Any, parallel: Any = PLAN, workers: int = 0, **given: Any) -> Any:
+    loading = {"dataloader_num_workers": workers, "dataloader_multiprocessing_context": "fork" if workers else None}
+    return runs.make_trainer(FAMILY, parallel, data=dataset, data_collator=collate, **loading, **given)
 
 
 def _losses(steps: list[list[int]]) -> list[float]:
@@ -108,15 +99,9 @@ def test_a_step_goes_on_without_the_samples_that_a_rank_cannot_read():
         assert sum(f"Sample {index} (charts/{index}.png) can't be read: OSError" in text for text in warned) == 1
 
 
-class Stream(IterableDataset):
+def rows_of(size: int = runs.SAMPLES, first: int = 0) -> Rows:
     """The tiny samples in order, of which a worker would take a part."""
-
-    def __init__(self, size: int = runs.SAMPLES, first: int = 0):
-        self.samples = tiny.make_dataset(FAMILY, size)[first:]
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        info = get_worker_info()
-        return iter(self.samples if info is None else self.samples[info.id :: info.num_workers])
+    return Rows(tiny.make_dataset(FAMILY, size)[first:])
 
 
 def datasets_stream() -> Any:
@@ -130,7 +115,7 @@ def datasets_stream() -> Any:
     return StreamedDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]})
 
 
-STREAMS = {"torch": Stream, "datasets": datasets_stream}
+STREAMS = {"torch": rows_of, "datasets": datasets_stream}
 
 
 def tokens_of(sample: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +125,7 @@ def tokens_of(sample: dict[str, Any]) -> dict[str, Any]:
 def _streamed(kind: str, workers: int) -> runs.Run:
     trainer = make_trainer(STREAMS[kind](), sample_tokens=tokens_of, workers=workers)
     run = runs.run_of(trainer)
-    metrics, same = (trainer.evaluate(data) for data in (Stream(7), tiny.make_dataset(FAMILY, 7)))
+    metrics, same = (trainer.evaluate(data) for data in (rows_of(7), tiny.make_dataset(FAMILY, 7)))
     assert metrics["eval_loss"] == pytest.approx(same["eval_loss"], rel=1e-6)
     return run
 
@@ -151,8 +136,7 @@ def test_a_stream_is_trained_on_as_by_the_stock_trainer(kind: str, workers: int)
     # Batches that are dispatched are cut to as many images as samples.
     given = {"data": STREAMS[kind](), "eval_dataset": tiny.make_dataset(FAMILY, 1)}
     stock = runs.stock_trainer(FAMILY, accelerator_config={"dispatch_batches": False}, **given)
-    stock.train()
-    runs.assert_same_run(run, runs.Run(runs.step_logs(stock), dict(stock.model.state_dict())))
+    runs.assert_same_run(run, runs.run_of(stock))
 
 
 def _refusals() -> list[str]:
@@ -160,8 +144,8 @@ def _refusals() -> list[str]:
     said = []
     for dataset, arguments in (
         (Corrupt(dict.fromkeys(STEPS[1], (1, 2))), {"on_bad_sample": "skip"}),
-        (Stream(first=int(dist.get_rank() == 1)), {}),
-        (Stream(), {"max_steps": -1}),
+        (rows_of(first=int(dist.get_rank() == 1)), {}),
+        (rows_of(), {"max_steps": -1}),
         (Corrupt({STEPS[0][3]: (0,)}), {}),  # the last one: after it the ranks are at different places
     ):
         with pytest.raises(Exception) as raised:
@@ -216,7 +200,7 @@ def _stream_resumed(folder: Path) -> list[tuple[list, dict[str, torch.Tensor] | 
     found = []
     for resume in (None, str(folder / "checkpoint-4")):
         saving = {"save_strategy": "steps", "save_steps": 4}
-        trainer = make_trainer(Stream(), SHARED, output_dir=str(folder), max_steps=6, **saving)
+        trainer = make_trainer(rows_of(), SHARED, output_dir=str(folder), max_steps=6, **saving)
         steps = _drawn(trainer, resume)
         whole = trainer.gather_model()
         found.append((steps, None if whole is None else dict(whole.state_dict())))
@@ -236,7 +220,7 @@ class Counted:
 
 
 def _sizes_of_a_table() -> list[int]:
-    trainer = make_trainer(Dataset.from_dict({"number": [0, 1, 2, 3]}), SHARED, Counted(2))
+    trainer = make_trainer(Dataset.from_dict({"number": [0, 1, 2, 3]}), SHARED, sample_tokens=Counted(2))
     source = trainer.training_sizes.common_sizes(trainer.train_dataset, trainer.global_batch_size).source
     assert source is not None
     return source([3, 0]).tokens[LM].tolist()
@@ -245,7 +229,7 @@ def _sizes_of_a_table() -> list[int]:
 def _sizes_that_differ_later() -> list[list[int]]:
     samples = [{**sample, "number": number} for number, sample in enumerate(tiny.make_dataset("llava", runs.SAMPLES))]
     sequential = {"train_sampling_strategy": "sequential"}
-    trainer = make_trainer(samples, SHARED, Counted(runs.GLOBAL_BATCH), **sequential)
+    trainer = make_trainer(samples, SHARED, sample_tokens=Counted(runs.GLOBAL_BATCH), **sequential)
     steps = []
     run = trainer._engine.executor.run
     trainer._engine.executor.run = lambda *args: steps.append(args) or run(*args)

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset as TorchDataset
 
 from hf_mmparallel.data import measured_batches
 from hf_mmparallel.plan import LANGUAGE_MODEL, SampleSizes
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.streams import Opaque
 
 from . import runs
 from .moments import AfterSteps
@@ -20,16 +20,6 @@ PARALLEL = {"vision": {"dp_size": 1}, LANGUAGE_MODEL: {"dp_size": 2}}
 TWO_EPOCHS = {"max_steps": 6, "warmup_steps": 0}
 SAMPLES = tiny.make_dataset("llava", runs.SAMPLES)
 NUMBERS = {tuple(sample["input_ids"].tolist()): number for number, sample in enumerate(SAMPLES)}
-
-
-class Plain(TorchDataset):
-    """A dataset that only its own code can read."""
-
-    def __len__(self) -> int:
-        return len(SAMPLES)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return SAMPLES[index]
 
 
 class Counting:
@@ -53,7 +43,7 @@ def sized_run(
     folder: Path, broken: int | None = None, checkpoint: str | None = None, **arguments: Any
 ) -> tuple[runs.Run, list[Any]]:
     """A run, and the samples of each step, their arrangement and tokens."""
-    words = {"data": Plain(), "eval_dataset": SAMPLES[:2], "sample_tokens": Counting(folder, broken)}
+    words = {"data": Opaque(SAMPLES), "sample_tokens": Counting(folder, broken)}
     trainer = runs.make_trainer("llava", PARALLEL, str(folder / "out"), **words, **TWO_EPOCHS, **arguments)
     engine, steps = trainer.engine, []
 

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shrunk_batches
-import shrunk_models
 
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
@@ -28,61 +26,41 @@ WAYS: tuple[dict[str, Any], ...] = (  # of the language model on two ranks
 )
 TOWERS: tuple[dict[str, Any], ...] = ({"dp_size": 2, "zero_stage": 3}, {"tp_size": 2, **AGAIN}, {"cp_size": 2})
 LORA = {"peft_config": {"r": 2, "target_modules": ["q_proj", "o_proj"], "init_lora_weights": False}}
-Case = tuple[str, dict[str, Any], dict[str, Any]]  # family, layout, arguments
+ALONE = {VISION: {}, LM: {"colocate_with": VISION, **LORA}}
 
 
-def case(family: int, way: int, **more: Any) -> Case:
+def case(family: int, way: int, **more: Any) -> runs.Layout:
     """A layout in which what else can vary does: rows, recomputation, the tower, a router that is frozen."""
     turn = family + way
     model = {**WAYS[way], **(AGAIN if turn % 3 == 0 else {}), **more}
     if turn % 4 == 1 and not more:
         model["freeze"] = r"\.(gate|router)\."
     layout = {VISION: {**TOWERS[turn % 3], "colocate_with": LM}, LM: model}
-    return FAMILIES[family], layout, {"packing": turn % 2 == 0 or "cp_size" in model}
-
-
-@functools.cache
-def samples_of(family: str) -> shrunk_batches.Samples:
-    return shrunk_batches.make_samples(shrunk_models.build(family), family, 2 * runs.GLOBAL_BATCH)
-
-
-def words_of(family: str) -> dict[str, Any]:
-    samples = samples_of(family)
-    data = {"model": shrunk_models.build(family), "data": samples.rows, "data_collator": samples.collate}
-    return {**data, "max_steps": 2, "warmup_steps": 0}
-
-
-def train(cases: list[Case]) -> list[runs.Run]:
-    return [runs.parallel_run(family, layout, **arguments, **words_of(family)) for family, layout, arguments in cases]
+    packing = turn % 2 == 0 or "cp_size" in model
+    words = functools.partial(runs.shrunk, FAMILIES[family], max_steps=2, warmup_steps=0)
+    return runs.Layout(FAMILIES[family], layout, words, {"packing": packing}, alone=ALONE if more else None)
 
 
 def test_layouts_equal_the_stock_trainer():
     every = {f"{name}, {WAYS[way]}": case(i, way) for i, name in enumerate(FAMILIES) for way in range(len(WAYS))}
-    chosen = in_turn(every, f"glm4v_moe, {WAYS[4]}")
-    layouts = {name: (own[0], own[1], functools.partial(words_of, own[0]), own[2]) for name, own in chosen.items()}
-    runs.assert_layouts_equal_the_stock_trainer(2, layouts)
+    runs.assert_layouts_equal_the_stock_trainer(2, in_turn(every, f"glm4v_moe, {WAYS[4]}"))
 
 
 @pytest.mark.deep
 def test_adapters_train_alike_in_stages_and_on_one_process():
-    # the stock Trainer, whose batch is the global batch, with adapters of the same seed
-    batch = {"per_device_train_batch_size": runs.GLOBAL_BATCH}
-    whole = [(family, {VISION: {}, LM: {"colocate_with": VISION, **LORA}}, batch) for family in FAMILIES[:4]]
-    alone = run_distributed(train, 1, whole, timeout=200)[0]
-    first = run_distributed(train, 2, [case(i, 0, **LORA) for i in range(4)], timeout=280)[0]
-    for run, reference in zip(first, alone, strict=True):
-        runs.assert_same_run(*map(runs.without_originals, (run, reference)))
+    runs.assert_layouts_equal_the_stock_trainer(2, {FAMILIES[i]: case(i, 0, **LORA) for i in range(4)})
 
 
 def on_from_the_second_step(folder: Path) -> list[runs.Run]:
     """A run with a learning rate for the tower, and one that goes on in another layout from its checkpoint."""
-    words = {**words_of("qwen3_5_moe"), "max_steps": 4, "optim": "adamw_torch", "adam_epsilon": 1e-4}
+    saved = {"max_steps": 4, "warmup_steps": 0, "optim": "adamw_torch", "adam_epsilon": 1e-4}
     tower = {"learning_rate": 3e-3, "weight_decay": 0.2, "colocate_with": LM}
     source = {VISION: {"dp_size": 4, **tower}, LM: {"dp_size": 2, "pp_size": 2, "zero_stage": 1}}
     target = {VISION: {"cp_size": 4, **tower}, LM: {"cp_size": 2, "dp_size": 2, "ep_size": 4, "cp_block": 8}}
-    straight = runs.saving_run("qwen3_5_moe", folder / "a", source, **words)
-    words["model"] = shrunk_models.build("qwen3_5_moe")
-    return [straight, runs.saving_run("qwen3_5_moe", folder / "b", target, folder / "a" / "checkpoint-2", **words)]
+    runs_of = functools.partial(runs.saving_run, "qwen3_5_moe")
+    straight = runs_of(folder / "a", source, **runs.shrunk("qwen3_5_moe", **saved))
+    checkpoint = folder / "a" / "checkpoint-2"
+    return [straight, runs_of(folder / "b", target, checkpoint, **runs.shrunk("qwen3_5_moe", **saved))]
 
 
 @pytest.mark.deep

@@ -16,6 +16,7 @@ from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
 
 from . import runs
+from .test_own_loop import Loop, scheduled
 
 VISION, LM = "vision", "language_model"
 FAMILY = "llava"
@@ -55,40 +56,24 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-def stock_run() -> runs.Run:
-    model = tiny.FAMILIES[FAMILY]()
-    optimizer = AdamW(groups_of(model), eps=EPSILON)
-    trainer = runs.stock_trainer(FAMILY, model=model, optimizers=(optimizer, None), **ARGUMENTS)
-    trainer.train()
-    return runs.Run(runs.step_logs(trainer), {k: v.detach().clone() for k, v in model.state_dict().items()})
-
-
 def rates(trainer: Any) -> list[float]:
     return [row["learning_rate/vision"] for row in trainer.state.log_history if "loss" in row]
 
 
+def groups_before(model: Any) -> list[dict[str, Any]]:
+    """Groups that `prepare` gives the rate and decay of the module."""
+    first, second, *vision = groups_of(model)
+    vision[0]["weight_decay"] = 0.1  # those with any get that of the module
+    return [first, second, *({**group, "lr": RATE} for group in vision)]
+
+
 def own_loop(folder: Path) -> runs.Run:
     """The groups are there before the schedule."""
-    model, data = tiny.FAMILIES[FAMILY](), tiny.make_dataset(FAMILY, runs.SAMPLES)
-    words = {"data_collator": tiny.collate(FAMILY), "seed": runs.COMMON["seed"], "global_batch_size": 8}
-    optimizer = AdamW(groups_of(model)[:2] + [{**group, "lr": RATE} for group in groups_of(model)[2:]], eps=EPSILON)
-    optimizer.param_groups[2]["weight_decay"] = 0.1  # those with any get that of the module
-    loop, optimizer, loader = prepare(Accelerator(cpu=True), model, optimizer, data, TWO, **words)
-    schedule = get_cosine_schedule_with_warmup(optimizer, runs.COMMON["warmup_steps"], runs.COMMON["max_steps"])
-    loop.load_state(folder / "checkpoint-2", schedule)
-    logs = []
-    while loop.num_steps < runs.COMMON["max_steps"]:
-        for step in loader:
-            rate = float(schedule.get_last_lr()[0])
-            loss, norm = loop.step(step), loop.clip_grad_norm_(runs.COMMON["max_grad_norm"])
-            optimizer.step()
-            schedule.step()
-            logs.append({"loss": float(loss), "grad_norm": float(norm), "learning_rate": rate})
-            if loop.num_steps == runs.COMMON["max_steps"]:
-                break
-    whole = loop.gather()
+    loop = Loop(TWO, groups=groups_before, is_scheduled=False)
+    loop.schedule = scheduled(loop.optimizer)
+    run = loop.resumed(folder / "checkpoint-2")
     AcceleratorState._reset_state()
-    return runs.Run(logs, None if whole is None else {k: v.detach().clone() for k, v in whole.state_dict().items()})
+    return run
 
 
 def two_ranks(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +88,9 @@ def two_ranks(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reference() -> runs.Run:
-    return stock_run()
+    model = tiny.FAMILIES[FAMILY]()
+    optimizer = AdamW(groups_of(model), eps=EPSILON)
+    return runs.run_of(runs.stock_trainer(FAMILY, model=model, optimizers=(optimizer, None), **ARGUMENTS))
 
 
 @pytest.mark.distributed

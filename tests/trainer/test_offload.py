@@ -78,28 +78,6 @@ def test_a_step_of_deepspeed_equals_the_stock_trainer():
 
 SAVED = {"offload_activations": True}
 AGAIN = {"activation_checkpointing": True, **SAVED}
-SAVED_ON_HOST = {VISION: {"tp_size": 2, **SAVED}, LM: {"tp_size": 2, "colocate_with": VISION, **AGAIN}}
-STAGES_ON_HOST = {VISION: {"dp_size": 2, **AGAIN}, LM: {"pp_size": 2, "colocate_with": VISION, **SAVED, **HOST}}
-ON_HOST = {VISION: {"tp_size": 2, **HOST}, LM: {"tp_size": 2, "colocate_with": VISION, **HOST}}
-IN_SLICES = {VISION: {"dp_size": 2}, LM: {"dp_size": 2, "zero_stage": 1, "colocate_with": VISION}}
-
-
-def moved_run(folder: Path, source: dict[str, Any], target: dict[str, Any]) -> runs.Run:
-    """A run that goes on from its second step under another layout."""
-    runs.saving_run("llava", folder / "a", source, **ADAMW)
-    return runs.saving_run("llava", folder / "b", target, folder / "a" / "checkpoint-2", **ADAMW)
-
-
-@pytest.mark.distributed
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(ON_HOST, IN_SLICES), (IN_SLICES, ON_HOST), (SAVED_ON_HOST, STAGES_ON_HOST), (STAGES_ON_HOST, IN_SLICES)],
-    ids=["to the device", "to the host", "activations on the host", "activations on the device"],
-)
-def test_state_in_host_memory_moves_to_any_layout_and_back(source: Any, target: Any, tmp_path: Path):
-    run = run_distributed(moved_run, 2, tmp_path, source, target)[0]
-    runs.assert_same_run(run, runs.stock("llava", **ADAMW), rtol=1e-4, atol=2e-5)
 
 
 def test_what_host_memory_can_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch):

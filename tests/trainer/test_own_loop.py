@@ -1,6 +1,7 @@
 """A plan in a loop of one's own gives the losses, norms and weights of the Trainer, and of the stock one."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,28 @@ def groups_of(model: Any) -> list[dict[str, Any]]:
     ]
 
 
+def scheduled(optimizer: Any) -> Any:
+    return get_cosine_schedule_with_warmup(optimizer, runs.COMMON["warmup_steps"], STEPS)
+
+
 class Loop:
     """A loop with the optimizer and the schedule of the Trainer's run."""
 
     def __init__(
-        self, plan: Any, accelerator: Accelerator | None = None, foreach: bool | None = None, **settings: Any
+        self,
+        plan: Any,
+        accelerator: Accelerator | None = None,
+        foreach: bool | None = None,
+        groups: Callable[[Any], list[dict[str, Any]]] = groups_of,
+        is_scheduled: bool = True,
+        **settings: Any,
     ):
         torch.set_num_threads(1)
         model = tiny.FAMILIES[FAMILY]()
         self.accelerator = accelerator or Accelerator(cpu=True)
         self.data = tiny.make_dataset(FAMILY, runs.SAMPLES)
-        optimizer = AdamW(groups_of(model), lr=RATE, eps=EPSILON, foreach=foreach)
-        self.schedule = get_cosine_schedule_with_warmup(optimizer, runs.COMMON["warmup_steps"], STEPS)
+        optimizer = AdamW(groups(model), lr=RATE, eps=EPSILON, foreach=foreach)
+        self.schedule: Any = scheduled(optimizer) if is_scheduled else None
         words = {"data_collator": tiny.collate(FAMILY), "seed": runs.COMMON["seed"], **BATCHES, **settings}
         self.model, self.optimizer, self.loader = prepare(self.accelerator, model, optimizer, self.data, plan, **words)
         assert self.optimizer is optimizer

@@ -1,5 +1,6 @@
 """Packed runs equal the stock Trainer's on padded batches: alone, under our Trainer, in every kind of layout."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,17 +8,16 @@ import pytest
 import torch
 from transformers import HfArgumentParser, LlamaConfig, SiglipVisionConfig, Trainer
 
-from hf_mmparallel import MultimodalModel, MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel import MultimodalModel, MultimodalTrainingArguments
 from hf_mmparallel.data import packing as rows
 from hf_mmparallel.data.packing import PackingCollator, row_choice
 from hf_mmparallel.modeling import build_model_spec
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import run_distributed
-from tests.folders import run_folder
 
 from . import runs
-from .runs import case
+from .runs import case, our_trainer
 
 VISION, LM = "vision", "language_model"
 FAMILIES = ["llama_tied", "llava", "gemma3", "paligemma", "qwen2_vl", "qwen3_vl"]
@@ -25,32 +25,17 @@ SHORT: dict[str, Any] = {"max_steps": 2, "warmup_steps": 0}
 COUNTED = {**SHORT, "include_num_input_tokens_seen": "non_padding"}
 
 
-def language_key(model: Any) -> str:
-    """The name of the language model's config in that of the model."""
-    text = model.config.get_text_config()
-    return next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), "")
-
-
 def assert_runs_alike(trainer: Trainer, family: str, **arguments: Any) -> None:
     """Trains and evaluates; the stock Trainer on padded rows has the same logs, weights and loss."""
-    trainer.train()
-    model: Any = trainer.model
-    run = runs.Run(runs.step_logs(trainer), model.state_dict())
-    reference = runs.stock(family, evaluate=True, **arguments)
+    run, reference = runs.run_of(trainer, evaluate=True), runs.stock(family, evaluate=True, **arguments)
     runs.assert_same_run(run, reference)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
-
-
-def our_trainer(family: str, model: Any = None, **arguments: Any) -> Any:
-    args = MultimodalTrainingArguments(output_dir=run_folder(), **{**runs.COMMON, **arguments})
-    return MultimodalParallelTrainer(args=args, **runs.words_of(family, {"model": model}))
+    assert run.metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
 
 
 @pytest.mark.parametrize("family", [deep(f, unless=f == "qwen2_vl") for f in FAMILIES])
 def test_the_stock_trainer_alone_packs(family: str):
     """With nothing of this package but the attention function and the collator."""
-    model = tiny.FAMILIES[family]()
-    model.set_attn_implementation({language_key(model): "bitfield"})
+    model = tiny.attending(tiny.FAMILIES[family]())
     sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 7}
     trainer = runs.stock_trainer(family, model=model, **sizes, **SHORT)
     trainer.data_collator = PackingCollator(trainer.data_collator, model)
@@ -92,10 +77,7 @@ def test_composed_models_and_adapters_pack_too(family: str, model: Any, parallel
     arguments: dict[str, Any] = {"per_device_train_batch_size": 4, "parallel": parallel, **SHORT}
     plain, packed = (our_trainer(family, model=model(), packing=packs, **arguments) for packs in (None, True))
     assert isinstance(packed.data_collator, PackingCollator)
-    for trainer in (plain, packed):
-        trainer.train()
-    of_plain, of_packed = (runs.Run(runs.step_logs(t), t.model.state_dict()) for t in (plain, packed))
-    runs.assert_same_run(of_packed, of_plain)
+    runs.assert_same_run(runs.run_of(packed), runs.run_of(plain))
 
 
 def test_an_attention_function_that_reads_no_words_is_refused():
@@ -107,11 +89,9 @@ def test_an_attention_function_that_reads_no_words_is_refused():
 
 
 def test_a_collator_that_packs_is_left_as_it_is():
-    model: Any = tiny.FAMILIES["llava"]()
-    model.set_attn_implementation({"text_config": "bitfield"})
+    model = tiny.attending(tiny.FAMILIES["llava"]())
     pack = PackingCollator(tiny.collate("llava"), model)
-    args = MultimodalTrainingArguments(output_dir=run_folder(), packing=True, **runs.COMMON)
-    assert MultimodalParallelTrainer(model=model, args=args, data_collator=pack).data_collator is pack
+    assert our_trainer(model=model, packing=True, data_collator=pack).data_collator is pack
 
 
 def test_packing_is_a_flag_on_the_command_line():
@@ -131,14 +111,9 @@ def test_packing_is_a_flag_on_the_command_line():
     ],
 )
 def test_a_packed_layout_equals_the_stock_trainer(family: str, parallel: dict[str, Any], arguments: dict[str, Any]):
-    reference = runs.stock(family, evaluate=True, per_device_eval_batch_size=2, **COUNTED)
-    sizes = {"packing": True, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 2, **COUNTED}
-    ranks = run_distributed(
-        runs.parallel_run, runs.ranks_of(family, parallel), family, parallel, evaluate=True, **sizes, **arguments
-    )
-    runs.assert_same_run(ranks[0], reference)
-    assert all(rank.logs == ranks[0].logs for rank in ranks)
-    assert ranks[0].metrics["eval_loss"] == pytest.approx(reference.metrics["eval_loss"], rel=2e-5)
+    words = partial(dict, evaluate=True, per_device_eval_batch_size=2, **COUNTED)
+    layout = runs.Layout(family, parallel, words, {"packing": True, "per_device_train_batch_size": 3, **arguments})
+    runs.assert_layouts_equal_the_stock_trainer(runs.ranks_of(family, parallel), {family: layout})
 
 
 def test_rows_are_padded_by_default_where_samples_could_not_be_told_apart(monkeypatch: pytest.MonkeyPatch):
@@ -146,7 +121,7 @@ def test_rows_are_padded_by_default_where_samples_could_not_be_told_apart(monkey
     choice = row_choice(None, model, build_model_spec(model), None)
     assert not choice.packed and "`sdpa` attention" in choice.reason and "`packing=True`" in choice.reason
     assert not our_trainer("llava", per_device_train_batch_size=4).args.packing
-    model.set_attn_implementation({language_key(model): "bitfield"})
+    tiny.attending(model)
     assert row_choice(None, model, build_model_spec(model), None).packed
 
     def refuse(model: Any) -> None:

@@ -1,14 +1,12 @@
 """Any layout gives the stock Trainer's losses, gradient norms, learning rates and final weights."""
 
+from functools import partial
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from hypothesis import HealthCheck, given, note, seed, settings
 from hypothesis import strategies as st
 
-from tests import tiny
 from tests.distributed import run_distributed
 
 from . import runs
@@ -117,99 +115,25 @@ BF16 = [
 
 @pytest.mark.parametrize(("family", "parallel", "arguments"), BF16)
 def test_bf16_equals_the_stock_trainer_at_its_precision(family, parallel, arguments):
-    size = runs.ranks_of(family, parallel)
-    run, *_ = run_distributed(runs.parallel_run, size, family, parallel, bf16=True, **arguments)
-    runs.assert_same_run(run, runs.stock(family, bf16=True), rtol=5e-3, atol=5e-4)
+    layout = runs.Layout(family, parallel, partial(dict, bf16=True), arguments, rtol=5e-3)
+    runs.assert_layouts_equal_the_stock_trainer(runs.ranks_of(family, parallel), {family: layout})
 
 
-# Tensor parallelism of families with experts, norms of heads and latent attention
-
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-TEXT = {**tiny.TEXT, "num_hidden_layers": 2}
-OMNI = {
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 32,
-        "out_hidden_size": 64,
-        "intermediate_size": 64,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-        **tiny.PATCHES,
-    },
-    "audio_config": {
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "encoder_ffn_dim": 64,
-        "num_mel_bins": 16,
-        "output_dim": 64,
-        "downsample_hidden_size": 8,
-    },
-    "text_config": {**TEXT, "head_dim": 16, **tiny.ROPE, **EXPERTS},
-    **tiny.QWEN_TOKENS,
-    "audio_token_id": tiny.AUDIO_TOKEN,
-    "audio_start_token_id": 105,
-    "audio_end_token_id": 106,
-}
-TOGETHER = {
-    VISION: {"tp_size": 2},
-    AUDIO: {"tp_size": 2, "colocate_with": VISION},
-    LM: {"tp_size": 2, "colocate_with": VISION},
-}
-
-LONGCAT = {
-    **TEXT,
-    **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"), 8),
-    **dict.fromkeys(("num_key_value_heads", "n_routed_experts", "zero_expert_num", "moe_topk"), 4),
-    "num_layers": 2,
-    "ffn_hidden_size": 64,
-    "expert_ffn_hidden_size": 32,
-    "v_head_dim": 8,
-}
-INKLING = {
-    **TEXT,
-    **dict.fromkeys(("swa_num_attention_heads", "d_rel", "n_routed_experts"), 4),
-    **dict.fromkeys(("swa_num_key_value_heads", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim"), 16),
-    "unpadded_vocab_size": tiny.VOCAB_SIZE,
-    "eos_token_id": 1,
-    "rel_extent": 64,
-    "moe_intermediate_size": 32,
-    "n_layers_per_attn_res_block": 1,
-}
 TP2 = {LM: {"tp_size": 2}}
-# Class -> (whose samples it takes, layout, configuration)
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "ApertusForCausalLM": ("llama", TP2, TEXT),
-    "LongcatFlashForCausalLM": ("llama", TP2, LONGCAT),
-    "Inkling2ForCausalLM": ("llama", TP2, INKLING),
-    "Qwen3OmniMoeThinkerForConditionalGeneration": ("qwen2_5_omni", TOGETHER, OMNI),
+BESIDE = {"tp_size": 2, "colocate_with": VISION}
+# Tensor parallelism of families with experts, norms of heads and latent attention
+FAMILIES: dict[str, Any] = {
+    "apertus": TP2,
+    "longcat_flash": TP2,
+    "inkling2_text": TP2,
+    "qwen3_omni_moe_thinker": {VISION: {"tp_size": 2}, AUDIO: BESIDE, LM: BESIDE},
 }
 
 
-def of_family(name: str) -> dict[str, Any]:
-    """A seeded model and its samples; four audio tokens are 32 frames of the newer omni family."""
-    family, _, config = MODELS[name]
-    cls = getattr(transformers, name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**config))
-    data = tiny.make_dataset(family, runs.SAMPLES)
-    for sample in data:
-        if "input_features" in sample:
-            sample["input_features"] = sample["input_features"].repeat_interleave(2, -1)
-            sample["feature_attention_mask"] = sample["feature_attention_mask"].repeat_interleave(2, -1)
-    return {"model": model, "data": data, "max_steps": 3}
-
-
-def train_family(name: str) -> runs.Run:
-    family, layout, _ = MODELS[name]
-    return runs.parallel_run(family, layout, **of_family(name))
-
-
-@pytest.mark.parametrize("name", runs.deep_but(MODELS, "Qwen3OmniMoeThinkerForConditionalGeneration"))
-def test_tensor_parallel_families_equal_the_stock_trainer(name: str):
-    runs.assert_same_run(run_distributed(train_family, 2, name)[0], runs.stock(MODELS[name][0], **of_family(name)))
+@pytest.mark.parametrize("family", runs.deep_but(FAMILIES, "qwen3_omni_moe_thinker"))
+def test_tensor_parallel_families_equal_the_stock_trainer(family: str):
+    layout = runs.Layout(family, FAMILIES[family], partial(runs.shrunk, family, max_steps=3))
+    runs.assert_layouts_equal_the_stock_trainer(2, {family: layout})
 
 
 @st.composite

@@ -10,9 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import set_seed
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import adapter
 from hf_mmparallel.modeling.adapter import base_model_of, is_peft_model, unwrap_peft_model, with_adapters_of
 from hf_mmparallel.plan import ModulePlugin, MultimodalParallelPlugin
@@ -20,7 +19,6 @@ from hf_mmparallel.trainer.build import adapter_configs
 from tests import tiny
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
-from tests.folders import run_folder
 from tests.trainer import runs
 
 VISION, LM = "vision", "language_model"
@@ -237,13 +235,8 @@ def test_a_model_with_adapters_gets_no_more():
 @pytest.mark.parametrize("kind", runs.deep_but(("IA3Config", "PrefixTuningConfig", "several", "plain"), "plain"))
 def test_all_sizes_one_is_the_stock_trainer_for_every_kind(kind: str):
     logs = []
-    arguments = {**runs.COMMON, "per_device_train_batch_size": 4, "max_steps": 2}
-    ours = (MultimodalParallelTrainer, MultimodalTrainingArguments, {"parallel": {LM: {}}})
-    for cls, args_cls, own in ((Trainer, TrainingArguments, {}), ours):
+    arguments = {"per_device_train_batch_size": 4, "max_steps": 2, "data": tiny.make_dataset("llama", 8)}
+    for make, own in ((runs.stock_trainer, {}), (runs.our_trainer, {"parallel": {LM: {}}})):
         set_seed(5)
-        args: Any = args_cls(output_dir=run_folder(), **own, **arguments)
-        data: Any = tiny.make_dataset("llama", 8)
-        trainer = cls(with_adapter(kind), args, tiny.collate("llama"), data)
-        trainer.train()
-        logs.append(runs.step_logs(trainer))
+        logs.append(runs.run_of(make("llama", model=with_adapter(kind), **own, **arguments)).logs)
     assert logs[0] == logs[1]

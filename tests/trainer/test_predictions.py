@@ -3,13 +3,11 @@
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import IterableDataset
 
 from hf_mmparallel.cost import StepCost
 from hf_mmparallel.cost.calibration import calibrate_logs, without_calibration
@@ -20,6 +18,7 @@ from hf_mmparallel.trainer import prediction_callback as prediction
 from hf_mmparallel.trainer.prediction_callback import PredictionCallback
 from tests import tiny
 from tests.distributed import run_distributed
+from tests.streams import Rows
 
 from . import runs
 from .moments import AfterSteps, messages
@@ -150,13 +149,6 @@ def test_a_slow_loader_is_named_windows_are_means_and_nothing_is_written_where_i
     assert not (tmp_path / "quiet" / RUN_LOG).exists()
 
 
-class Rows(IterableDataset):
-    """A stream of samples, whose sizes are known when they are drawn."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(tiny.make_dataset("llava", runs.SAMPLES))
-
-
 def tokens_of(sample: Any) -> dict[str, int]:
     images = int((sample["input_ids"] == tiny.MEDIA_TOKEN).sum())
     return {LM: len(sample["input_ids"]), VISION: 4 * images}
@@ -164,7 +156,8 @@ def tokens_of(sample: Any) -> dict[str, int]:
 
 def run_of_drawn_sizes(folder: str) -> tuple[list[dict[str, float]], list[int]]:
     """The logged numbers of a run, and the vision tokens of each of its steps."""
-    given: dict[str, Any] = {"data": Rows(), "eval_dataset": [*Rows()], "sample_tokens": tokens_of, "max_steps": 3}
+    rows = Rows(tiny.make_dataset("llava", runs.SAMPLES))
+    given: dict[str, Any] = {"data": rows, "sample_tokens": tokens_of, "max_steps": 3}
     trainer = runs.make_trainer("llava", {VISION: {}, LM: {}}, folder, **given)
     drawn: list[int] = []
     trainer.add_callback(AfterSteps(lambda _: drawn.append(int(trainer.engine.current_sizes.tokens[VISION].sum()))))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
@@ -77,9 +76,7 @@ def test_all_ranks_save_the_same_step_and_the_run_goes_on_from_it(
     (said,) = ranks[0][0]["said"]
     assert f"{len(signals)} rank" in said and "SIGUSR1" in said and "step 3 of 5" in said and "`checkpoint-3`" in said
     assert all(found["said"] == [] for found, _ in ranks[1:])
-    again, straight = ranks[0][1]
-    assert again.weights is not None and straight.weights is not None and again.logs == straight.logs
-    assert all(torch.equal(again.weights[name], weight) for name, weight in straight.weights.items())
+    runs.assert_same_run(*ranks[0][1], 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from benchmarks.paper_samples import PUBLISHED, PUBLISHED_MODELS
@@ -33,6 +32,7 @@ from hf_mmparallel.trainer.training_sizes import StartSizes, TrainingSizes, repr
 from tests import tiny
 from tests.plan.specs import model_spec
 from tests.schedule.builders import chain, timeline_of
+from tests.streams import Rows
 from tests.trainer.contexts import arguments, context
 
 LM = "language_model"
@@ -143,13 +143,6 @@ def test_a_run_measures_columns_with_sides_by_the_patches_of_its_model():
     assert (tokens["vision"].tolist(), tokens[LM].tolist()) == ([4 * 7], [5 + 7])
 
 
-class Numbers(IterableDataset):
-    """A stream of three rows."""
-
-    def __iter__(self):
-        yield from ({"n": number} for number in range(3))
-
-
 def test_the_prediction_is_for_samples_from_all_over_the_dataset():
     def drawn(dataset: Any, source: Any, **changes: Any) -> tuple[int, ...]:
         return representative_batch(dataset, source, 4, arguments(**changes)).samples
@@ -169,7 +162,7 @@ def test_the_prediction_is_for_samples_from_all_over_the_dataset():
         drawn(range(100), sizes)
     assert drawn([0, 1], sizes) == (0, 1)
     assert drawn([], sizes) == ()
-    assert drawn(StreamWindow(Numbers()), sizes) == (0, 1, 2)
+    assert drawn(StreamWindow(Rows([{"n": number} for number in range(3)])), sizes) == (0, 1, 2)
 
 
 @pytest.mark.parametrize("arrangement", ["entrain", "hierarchical"])

@@ -11,9 +11,9 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from transformers import Trainer, TrainingArguments, set_seed
+from transformers import Trainer, set_seed
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel import MultimodalParallelTrainer
 from hf_mmparallel.trainer import auto
 from tests import tiny
 from tests.deep_cases import deep
@@ -143,12 +143,11 @@ def planned(folder: str, form: str) -> tuple[list[dict[str, float]], Any]:
 
 def one_process_trainer(form: str, folder: str, ours: bool = False) -> Trainer:
     """The stock Trainer, or ours, which makes the adapters of "by module" as the user of `get_peft_model` does."""
-    arguments = {**runs.COMMON, **STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH}
-    arguments["output_dir"] = f"{folder}/stock/{form}"
-    words = runs.words_of(FORMS[form][0], {"model": model_of(form, folder), "data": data_of(form)})
+    arguments = {**STEPS, "per_device_train_batch_size": runs.GLOBAL_BATCH, "output_dir": f"{folder}/stock/{form}"}
+    arguments |= {"model": model_of(form, folder), "data": data_of(form)}
     if "by module" in form:
-        return MultimodalParallelTrainer(args=MultimodalTrainingArguments(parallel=BY_MODULE, **arguments), **words)
-    return (MultimodalParallelTrainer if ours else Trainer)(args=TrainingArguments(**arguments), **words)
+        return runs.our_trainer(FORMS[form][0], parallel=BY_MODULE, **arguments)
+    return runs.stock_trainer(FORMS[form][0], cls=MultimodalParallelTrainer if ours else Trainer, **arguments)
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
+from hf_mmparallel import MultimodalParallelTrainer
 from hf_mmparallel.modeling.unowned import is_unowned
 from hf_mmparallel.trainer import trainer as trainer_module
 from tests import tiny
@@ -26,30 +26,12 @@ APART = {LM: {}}
 SHARDED = {VISION: {"tp_size": 2}, LM: {"tp_size": 2, "colocate_with": VISION}}
 
 
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
-
-
-def make(
-    cls: type, parallel: dict[str, Any] | None = None, eval_dataset: Any = None, dtype: Any = None, **given: Any
-) -> Any:
+def make(cls: type, parallel: dict[str, Any] | None = None, dtype: Any = torch.float32, **given: Any) -> Any:
     """A Trainer of either kind: the stock one without a layout."""
-    torch.set_num_threads(1)
-    runs.draw_nothing()
-    given = {**runs.COMMON, "output_dir": "unused", "max_steps": 2, **given}
-    if parallel is None:
-        args: Any = TrainingArguments(**{"per_device_train_batch_size": runs.GLOBAL_BATCH, **given})
-    else:
-        sizes = {"global_batch_size": runs.GLOBAL_BATCH, "per_device_train_batch_size": 2}
-        args = MultimodalTrainingArguments(parallel=parallel, ddp_backend="gloo", **{**sizes, **given})
-    data = tiny.make_dataset("llava", runs.SAMPLES)
-    model: Any = tiny.FAMILIES["llava"]()
+    model: Any = tiny.FAMILIES["llava"]().to(dtype)
     model.config.keys_to_ignore_at_inference = runs.OTHER_OUTPUTS
-    if dtype is not None:
-        model.to(dtype)
-    return cls(model, args, tiny.collate("llava"), data, data[:5] if eval_dataset is None else eval_dataset)
+    given = {"cls": cls, "model": model, "eval_dataset": tiny.make_dataset("llava", 5), "max_steps": 2, **given}
+    return runs.stock_trainer(**given) if parallel is None else runs.make_trainer("llava", parallel, **given)
 
 
 def logs_of(trainer: Any) -> list[dict[str, float]]:
@@ -81,12 +63,12 @@ ASKED = {"max_steps": 9, "ddp_timeout": 77, "logging_strategy": "no", "torch_emp
 RECOMPUTING = {"every_n_layers": 2, "offload": True, "use_reentrant": False, "preserve_rng_state": False}
 
 
-def overriding(cls: type, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
+def overriding(cls: type, folder: Path, parallel: dict[str, Any] | None = None) -> dict[str, Any]:
     trainer = make(type("OfAUser", (Overriding, cls), {}), parallel)
     losses, entered = [row["loss"] for row in logs_of(trainer)], trainer.entered > 0
     labels = trainer.predict(tiny.make_dataset("llava", 3)).label_ids
-    trainer.save_model("saved")
-    return {"losses": losses, "entered": entered, "labels": labels, "saved": Path("saved/mine.txt").is_file()}
+    trainer.save_model(str(folder))
+    return {"losses": losses, "entered": entered, "labels": labels, "saved": Path(folder, "mine.txt").is_file()}
 
 
 def grouped(cls: type, parallel: dict[str, Any] | None = None) -> list[list[int]]:
@@ -122,7 +104,7 @@ def half_on_a_rank(parallel: dict[str, Any], setting: str) -> dict[str, Any]:
 
 def bfloat16_logits(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> Any:
     """Logits of a sample with an image by a model with bfloat16 weights, on the first rank."""
-    trainer = make(cls, parallel, None, torch.bfloat16, **HALF, **given)
+    trainer = make(cls, parallel, torch.bfloat16, **HALF, **given)
     logits = trainer.predict(tiny.make_dataset("llava", 1)).predictions
     return None if logits is None else torch.from_numpy(logits).float()
 
@@ -139,10 +121,9 @@ def unfiltered(cls: type, parallel: dict[str, Any] | None = None) -> list[float]
     """Losses of evaluations in which a sample has no targets: without it, and with it."""
     data = copy.deepcopy(tiny.make_dataset("llava", 5))
     data[2]["labels"][:] = -100
-    return [
-        make(cls, parallel, data, per_device_eval_batch_size=1, logging_nan_inf_filter=filters).evaluate()["eval_loss"]
-        for filters in (True, False)
-    ]
+    given = {"eval_dataset": data, "per_device_eval_batch_size": 1}
+    each = (make(cls, parallel, logging_nan_inf_filter=filters, **given) for filters in (True, False))
+    return [trainer.evaluate()["eval_loss"] for trainer in each]
 
 
 def noisy(cls: type, parallel: dict[str, Any] | None = None, **given: Any) -> tuple[list[float], list[Any]]:
@@ -226,8 +207,8 @@ on_ranks = functools.partial(run_distributed, world_size=2)
 ours = {"cls": MultimodalParallelTrainer, "parallel": APART}
 
 
-def test_overrides_hold():
-    stock, ranks = overriding(Trainer), on_ranks(overriding, **ours)
+def test_overrides_hold(tmp_path: Path):
+    stock, ranks = overriding(Trainer, tmp_path / "stock"), on_ranks(overriding, folder=tmp_path / "ours", **ours)
     for row, plain in zip(stock["losses"], runs.stock("llava", max_steps=2).logs, strict=True):
         assert row != pytest.approx(plain["loss"], rel=2e-5)
     for found in (stock, *ranks):

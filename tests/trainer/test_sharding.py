@@ -1,6 +1,6 @@
 """Layouts whose copies divide the optimizer's state give the stock Trainer's losses, gradient norms and weights."""
 
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -100,40 +100,6 @@ def test_what_is_sharded_trains_as_without_sharding(zero_stage: int):
     runs.assert_same_run(*adapters)
 
 
-# Checkpoints
-
-SHARDED = {1: both(1, tp_size=2), 3: both(3, tp_size=2)}
-GROUPED = both(2, dp_size=4, shard_size=2)
-UNSHARDED = {VISION: {"tp_size": 2}, LM: {"pp_size": 2}}
-
-
-def resumed(zero_stage: int, folder: Path) -> list[runs.Run]:
-    """
-    A run under a sharded layout; then runs that go on from the middle of it, under the same layout and another, and
-    one under the sharded layout that goes on from the middle of a run under a third.
-    """
-
-    def run(parallel: Any, name: str, start: str | None = None) -> runs.Run:
-        checkpoint = None if start is None else folder / start / "checkpoint-2"
-        return runs.saving_run("llava", folder / name, parallel, checkpoint, **ADAMW)
-
-    parallel = SHARDED[zero_stage]
-    straight, again = run(parallel, "straight"), run(parallel, "again", "straight")
-    run(GROUPED, "grouped")  # of four steps as well, since `max_steps` shapes the schedule
-    return [straight, again, run(UNSHARDED, "away", "straight"), run(parallel, "back", "grouped")]
-
-
-@pytest.mark.distributed
-@pytest.mark.deep
-@pytest.mark.parametrize("zero_stage", [1, 3])
-def test_a_sharded_run_goes_on_as_it_was_and_under_any_layout(zero_stage: int, tmp_path: Path):
-    straight, again, away, back = run_distributed(resumed, 4, zero_stage, tmp_path, timeout=200)[0]
-    assert again.logs == straight.logs and again.weights and straight.weights
-    assert all(torch.equal(again.weights[name], weight) for name, weight in straight.weights.items())
-    for run in (away, back):
-        runs.assert_same_run(run, straight, rtol=1e-4, atol=2e-5)
-
-
 # Microbatches unlike those of other replicas
 
 
@@ -186,18 +152,14 @@ def given(name: str) -> dict[str, Any]:
     return {**ADAMW, "data": UNLIKE[name][0], "max_steps": 2, **model}
 
 
-def unlike_run(name: str, parallel: dict[str, Any]) -> runs.Run:
-    return runs.parallel_run("qwen2_vl", parallel, per_device_train_batch_size=1, **given(name))
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", runs.deep_but(UNLIKE, "a step without images, stage 3"))
 def test_replicas_with_other_microbatches_than_others_equal_the_stock_trainer(name: str):
     zero_stage = UNLIKE[name][1]
     sizes, world_size = ({"pp_size": 2}, 6) if name == ONLY_OTHERS else ({"dp_size": 3}, 5)
     parallel = {VISION: {"dp_size": 2, "zero_stage": zero_stage}, **lm(zero_stage, **sizes)}
-    ranks = run_distributed(unlike_run, world_size, name, parallel)
-    runs.assert_same_run(ranks[0], runs.stock("qwen2_vl", **given(name)))
+    layout = runs.Layout("qwen2_vl", parallel, partial(given, name), {"per_device_train_batch_size": 1})
+    runs.assert_layouts_equal_the_stock_trainer(world_size, {name: layout})
 
 
 # Bytes

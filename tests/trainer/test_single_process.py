@@ -13,33 +13,19 @@ from transformers import Trainer, TrainingArguments, set_seed
 from hf_mmparallel import ModulePlugin, MultimodalParallelTrainer, MultimodalTrainingArguments
 from hf_mmparallel.modeling import build_model_spec
 from tests import tiny
+from tests.folders import run_folder
 
 from . import runs
+from .contexts import arguments
 
 VISION, LM = "vision", "language_model"
-COMMON = {**runs.COMMON, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3}
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers make their output folder even when they save nothing."""
-    monkeypatch.chdir(tmp_path)
+ADAMW: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 3}
+stock_trainer, our_trainer = partial(runs.stock_trainer, **ADAMW), partial(runs.our_trainer, **ADAMW)
 
 
 def train(trainer: Trainer) -> Trainer:
     trainer.train()
     return trainer
-
-
-def trainer_of(cls: Any, args_cls: Any, model: Any = None, **arguments: Any) -> Any:
-    args = args_cls(output_dir=arguments.pop("output_dir", "unused"), **{**COMMON, **arguments})
-    data = tiny.make_dataset("llava", runs.SAMPLES)
-    model = model or tiny.FAMILIES["llava"]()
-    return cls(model, args, train_dataset=data, eval_dataset=data[:5], data_collator=tiny.collate("llava"))
-
-
-stock_trainer = partial(trainer_of, Trainer, TrainingArguments)
-our_trainer = partial(trainer_of, MultimodalParallelTrainer, MultimodalTrainingArguments)
 
 
 def assert_identical(ours: Trainer, stock: Trainer) -> None:
@@ -63,7 +49,7 @@ def test_without_sizes_the_run_is_the_stock_trainers_with_accumulation_for_a_glo
 
 
 def test_plain_training_arguments_work_too():
-    ours = trainer_of(MultimodalParallelTrainer, TrainingArguments)
+    ours = stock_trainer(cls=MultimodalParallelTrainer)
     assert_identical(train(ours), train(stock_trainer()))
 
 
@@ -81,12 +67,10 @@ def test_a_global_batch_that_does_not_add_up_is_refused(arguments: dict[str, int
 
 def test_saving_and_resuming_equal_a_straight_run(tmp_path: Path):
     saving = {"save_strategy": "steps", "save_steps": 2, "parallel": {VISION: {}}, "max_steps": 4}
-    straight = train(our_trainer(output_dir=str(tmp_path / "a"), **saving))
-    resumed = our_trainer(output_dir=str(tmp_path / "a"), **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    assert runs.step_logs(resumed) == runs.step_logs(straight)
-    for name, value in straight.model.state_dict().items():
-        assert torch.equal(resumed.model.state_dict()[name], value), name
+    straight, resumed = (our_trainer(output_dir=str(tmp_path), **saving) for _ in range(2))
+    train(straight)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_identical(resumed, straight)
 
 
 @pytest.mark.parametrize("parallel", [None, {VISION: {}}])
@@ -133,7 +117,7 @@ def test_frozen_parts_stay_what_they_are(what: str):
 
 def with_model_init(cls: Any, args_cls: Any, model_init: Any, **arguments: Any) -> Any:
     """A Trainer that makes its model by itself, trained twice."""
-    args = args_cls(output_dir="unused", **COMMON, **arguments)
+    args = args_cls(output_dir=run_folder(), **{**runs.COMMON, **ADAMW, **arguments})
     data = tiny.make_dataset("llava", runs.SAMPLES)
     trainer = cls(None, args, tiny.collate("llava"), data, data[:5], model_init=model_init)
     return train(train(trainer))
@@ -151,7 +135,7 @@ def test_every_training_begins_with_a_model_that_model_init_makes_and_settings_o
     for model_init in (tiny.FAMILIES["llava"], lambda trial: tiny.FAMILIES["llava"]()):
         ours = with_model_init(MultimodalParallelTrainer, MultimodalTrainingArguments, model_init, parallel=parallel)
         assert_identical(ours, stock)
-    assert len(runs.step_logs(stock)) == COMMON["max_steps"]
+    assert len(runs.step_logs(stock)) == ADAMW["max_steps"]
 
 
 def test_activation_checkpointing_recomputes_one_module_and_changes_no_number():
@@ -177,7 +161,7 @@ def test_adapters_equal_those_that_peft_makes(tmp_path: Path):
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     ours = our_trainer(parallel={VISION: {"freeze": True}, LM: ModulePlugin(peft_config=config)})
     assert isinstance(ours.model, PeftModel)
-    set_seed(COMMON["seed"])
+    set_seed(runs.COMMON["seed"])
     by_hand = LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*\.(q_proj|v_proj)")
     stock = stock_trainer(model=get_peft_model(tiny.FAMILIES["llava"](), by_hand))
     trained = {name for name, p in ours.model.named_parameters() if p.requires_grad}
@@ -195,7 +179,7 @@ def test_plans_that_are_not_for_this_process_are_refused(monkeypatch: pytest.Mon
     with pytest.raises(ValueError, match="3 ranks .*1 was launched"):
         our_trainer(parallel={LM: {"pp_size": 2}})
     # Four processes that found no group: `WORLD_SIZE` says 4, the arguments see a world of one.
-    args = MultimodalTrainingArguments(output_dir="unused", **COMMON)
+    args = arguments()
     assert args.world_size == 1
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="`WORLD_SIZE` .* 4 "):

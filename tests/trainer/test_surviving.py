@@ -24,6 +24,7 @@ from hf_mmparallel.trainer import recovery_plan
 from hf_mmparallel.trainer.engine_state import newest_checkpoint
 from hf_mmparallel.trainer.recovery_plan import check_survivable
 from tests.hosts import Finished, TwoHosts, available
+from tests.streams import Rows
 from tests.trainer.contexts import arguments
 
 TWO_HOSTS = ROOT / "examples" / "accelerate_configs" / "two_hosts_4cpu.yaml"
@@ -297,11 +298,6 @@ def test_a_job_that_is_started_again_goes_on_from_the_last_checkpoint_of_this_la
     assert newest_checkpoint(str(tmp_path), 400.0) is None
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter(())
-
-
 def _arguments(**values: Any) -> MultimodalTrainingArguments:
     return arguments(**{"resilience": {}, "parallel": {}, **values})
 
@@ -313,7 +309,7 @@ def _arguments(**values: Any) -> MultimodalTrainingArguments:
         ({"memory_limit_gib": "auto"}, {}, [], "memory_limit_gib='auto'"),
         ({"accelerator_config": {"use_seedable_sampler": False}}, {}, [], "use_seedable_sampler=False"),
         ({"train_sampling_strategy": "group_by_length"}, {}, [], "group_by_length"),
-        ({}, {}, Stream(), "`Stream`"),
+        ({}, {}, Rows([]), "`Rows`"),
     ],
 )
 def test_what_a_run_could_not_go_on_with_is_refused(monkeypatch, values, storage, dataset, name):

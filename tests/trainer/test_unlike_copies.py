@@ -1,11 +1,8 @@
 """Copies of a module whose stages have tp groups of unlike sizes equal the stock Trainer."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.distributed import run_distributed
 
 from . import runs
 from .runs import case
@@ -35,17 +32,3 @@ LAYOUTS = [
 @pytest.mark.parametrize(("family", "modules", "arguments"), LAYOUTS)
 def test_unlike_copies_equal_the_stock_trainer(family: str, modules: dict[str, Any], arguments: dict[str, Any]):
     runs.assert_a_layout_equals_the_stock_trainer(family, {"modules": modules}, **arguments)
-
-
-CHECKPOINTED = {
-    "modules": {VISION: copies([(0, 4, (0,))]), LM: copies([(0, 4, (1,))], [(0, 1, (2, 3)), (1, 4, (4, 5))])}
-}
-
-
-@pytest.mark.deep
-def test_checkpoints_of_unlike_copies_are_read_under_any_layout(tmp_path: Path):
-    run_distributed(runs.saving_run, 6, "llava", tmp_path, CHECKPOINTED, **ADAM)
-    checkpoint = tmp_path / "checkpoint-2"
-    for size, parallel in ((6, CHECKPOINTED), (3, {LM: {"tp_size": 2}})):
-        run = run_distributed(runs.saving_run, size, "llava", tmp_path / str(size), parallel, checkpoint, **ADAM)[0]
-        runs.assert_same_run(run, runs.stock("llava", **ADAM))

@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import TrainerCallback
 
-from hf_mmparallel import MultimodalParallelTrainer, MultimodalTrainingArguments
 from tests import tiny
 from tests.deep_cases import deep
 from tests.distributed import assert_ranks_raise, run_distributed
+from tests.streams import Opaque
 
 from . import engines, runs
 
@@ -51,11 +51,10 @@ def make_trainer(engine: str, family: str = "llava", size: int = SAMPLES, **argu
     # Before the arguments, which make DeepSpeed shard what is built later.
     model: Any = arguments.pop("model", None) or tiny.FAMILIES[family]()
     model._no_split_modules = LAYERS[family] or model._no_split_modules
-    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "output_dir": runs.run_folder()}
-    values = {**runs.COMMON, **sizes, **STEPS, **engines.arguments_of(engine), **arguments}
-    args = MultimodalTrainingArguments(ddp_backend="gloo", **values)
-    data, collator = data_of(family, size), Collator(family)
-    trainer: Any = MultimodalParallelTrainer(model, args, collator, data, data[:7], callbacks=[collator])
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
+    collator = Collator(family)
+    words = {"model": model, "data": data_of(family, size), "data_collator": collator, "callbacks": [collator]}
+    trainer = runs.our_trainer(family, **words, **{**sizes, **STEPS, **engines.arguments_of(engine), **arguments})
     trainer.batches = collator.batches
     return trainer
 
@@ -191,23 +190,13 @@ REFUSED = {
 }
 
 
-class Opaque(torch.utils.data.Dataset):
-    """A dataset of which only its own code knows the samples."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return data_of("llava")[index]
-
-
 def refusals() -> dict[str, str]:
     """Case -> why it is refused on this rank, when the Trainer is made or trains."""
     found = {}
     for name, (arguments, _) in REFUSED.items():
         with pytest.raises(ValueError) as refused:
             trainer = make_trainer("ddp", **{**ARRANGED, **arguments})
-            trainer.train_dataset = Opaque()
+            trainer.train_dataset = Opaque(data_of("llava", 8))
             trainer.train()
         found[name] = str(refused.value)
     return found
