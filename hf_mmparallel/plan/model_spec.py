@@ -148,6 +148,8 @@ class ModuleSpec:
     balances_experts: bool = False
     # in costs of a layout, the ranks that share the experts of a layer, by tp group; empty if none do
     expert_ranks: tuple[int, ...] = ()
+    # (ranks that share experts, tokens of the busiest of them over those of the mean one); empty if experts are even
+    expert_peaks: tuple[tuple[int, float], ...] = ()
     # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections
     hidden_shape: tuple[int, ...] = ()
 
@@ -215,9 +217,13 @@ class ModuleSpec:
         return math.gcd(*(parameter.num_experts for parameter in self.parameters))
 
     def sharing_experts(self, ranks: tuple[int, ...]) -> ModuleSpec:
-        """A copy for costs of a layout in which ranks share the experts of a layer."""
+        """A copy for costs of a layout in which ranks share the experts of a layer: those of the busiest rank."""
+        peak = dict(self.expert_peaks).get(len(ranks), 1.0)
         parameters = (
-            p if p.shared_share is None else replace(p, active_share=p.shared_share) for p in self.parameters
+            replace(p, active_share=peak * (p.active_share if p.shared_share is None else p.shared_share))
+            if p.num_experts
+            else p
+            for p in self.parameters
         )
         return replace(self, parameters=tuple(parameters), expert_ranks=ranks)
 
@@ -364,6 +370,16 @@ class ModelSpec:
                 place = min(layer, 0) if layer < module.num_layers else layer  # before, in or behind the layers
                 result[name, layer] = first.setdefault((name, place, alike), layer)
         return result
+
+    @cached_property
+    def with_mean_experts(self) -> ModelSpec:
+        """The model of a layout's costs with what the mean rank computes of experts, in place of the busiest one."""
+        if not any(module.expert_peaks and module.expert_ranks for module in self.modules.values()):
+            return self
+        even = {name: replace(module, expert_peaks=()) for name, module in self.modules.items()}
+        return replace(
+            self, modules={name: module.sharing_experts(module.expert_ranks) for name, module in even.items()}
+        )
 
     def shared_by_layers(self, module: str) -> dict[str, list[int]]:
         """Parameter -> the layers of a module that share it, of those that several do."""
