@@ -153,6 +153,14 @@ def test_experts_are_shared_where_their_copies_do_not_fit():
         assert estimated.estimates[LANGUAGE_MODEL].kind.ep_size == 2
 
 
+def test_a_search_for_a_mixture_tries_all_sharding():
+    """One copy of some experts on more rows than there are copies was divided by."""
+    spec = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), 8)
+    sizes = SampleSizes.uniform({LANGUAGE_MODEL: 8}, 16)
+    problem = PlanningProblem(analytic_costs(spec, PLAIN), sizes, 4, 16, zero_stages=(0, 1, 2, 3))
+    assert search_plans(problem).best.candidate.layouts[LANGUAGE_MODEL].num_ranks == 4
+
+
 def costs_of_experts(peak: float | None) -> CostModel:
     """Costs of a model most of whose work is in its experts, of which the busiest of four ranks may have more."""
     spec = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), 8)
