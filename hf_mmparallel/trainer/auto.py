@@ -252,8 +252,8 @@ def _expert_peaks(prepared: PreparedModel, context: RunContext) -> dict[str, dic
         }
     except Exception as error:  # a model and its samples may raise anything
         logger.warning(
-            f"How tokens choose experts can't be measured ({error}). The search takes them to do so evenly; in the log "
-            "`parallel/expert_imbalance` says how they do."
+            f"How tokens choose experts can't be measured ({error}). The search takes them to do so evenly; "
+            "`parallel/expert_imbalance` in the log says how they do."
         )
         return {}
 
