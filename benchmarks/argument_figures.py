@@ -99,6 +99,7 @@ LORA_NOTES = {
     ),
     "revision": ("not saved with the adapter", "as peft"),
     "modules_to_save": ("", "as peft; refused for tied weights"),
+    "target_parameters": 2 * ("refused but for weights of experts. Name layers in `target_modules`",),
     "ensure_weight_tying": ("", "as peft, where it ties nothing"),
     "megatron_config": ("", "as peft, which needs `megatron`"),
     "use_qalora": ("", "as peft; on GPTQ weights refused"),

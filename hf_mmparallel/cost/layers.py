@@ -184,6 +184,14 @@ class CostModel:
         """The same layer costs for the model with other frozen parameters."""
         return replace(self, spec=spec)
 
+    def with_expert_peaks(self, peaks: Mapping[str, Mapping[int, float]]) -> CostModel:
+        """The costs where, by module, so many times the tokens of the mean rank are the busiest one's of a size."""
+        measured = {
+            name: replace(self.spec.modules[name], expert_peaks=tuple(sorted(by_size.items())))
+            for name, by_size in peaks.items()
+        }
+        return self.with_spec(replace(self.spec, modules={**self.spec.modules, **measured}))
+
     def of_plan(self, plan: ParallelPlan) -> CostModel:
         """The costs with the ranks that share experts in a plan, and with its products in float8."""
         return self.in_layout({n: (m.expert_ranks, bool(m.storage.float8)) for n, m in plan.modules.items()})

@@ -249,6 +249,7 @@ class MeasuredLayers:
         self._measured = {
             (layer.module, index, layer.tp_size): layer for layer in self._layers for index in layer.layers
         }
+        self._whole: LayerCosts | None = None  # those of what was measured, if a layout computes something else
         self._known: dict[tuple[str, int, int], LayerCost] = {}
         self._missing: dict[tuple[str, int], str] = {}
 
@@ -264,9 +265,9 @@ class MeasuredLayers:
         return placed
 
     def with_spec(self, spec: ModelSpec) -> MeasuredLayers:
-        """See [`LayerCosts`]; what experts compute is measured where they are not shared."""
+        """See [`LayerCosts`]; what was measured changes as what is counted does."""
         shared = copy(self)
-        shared.fallback, shared._known = self.fallback.with_spec(spec), {}
+        shared.fallback, shared._whole, shared._known = self.fallback.with_spec(spec), self._whole or self.fallback, {}
         return shared
 
     def layer(self, module: str, index: int, tp_size: int) -> LayerCost:
@@ -276,6 +277,8 @@ class MeasuredLayers:
             measured = self._measured.get(key)
             cost = self._scaled(*key) if measured is None else measured.cost
             counted = self.fallback.layer(*key)
+            if measured is not None and self._whole is not None:
+                cost = _like(cost, counted, self._whole.layer(*key))
             # of the forward as large a part as is counted
             ratio = cost.forward.token / counted.forward.token if counted.forward.token else 0.0
             uncounted = {name: getattr(counted, name) for name in ("sums", "travels", "gathers")}
@@ -316,6 +319,15 @@ class MeasuredLayers:
             measured += sum(getattr(point, name) for point in layer.points)
             counted += sum(polynomial(point.tokens, layer.squares(point, name)) for point in layer.points)
         return measured / counted if counted else None
+
+
+def _like(cost: LayerCost, wanted: LayerCost, counted: LayerCost) -> LayerCost:
+    """A cost whose parts that grow with tokens are scaled as from one counted cost to another."""
+    scaled = {}
+    for name in CURVES:
+        own, to, since = (getattr(part, name) for part in (cost, wanted, counted))
+        scaled[name] = replace(own, token=own.token * (to.token / since.token if since.token else 1.0))
+    return replace(cost, **scaled)
 
 
 def window_of(spec: ModelSpec, module: str, index: int) -> int:

@@ -245,7 +245,7 @@ class StepPlanner:
     def utilisation(self, sizes: SampleSizes, step_ms: float) -> float:
         """Model FLOPs of the samples over the peak FLOPs of all ranks in the same time (MFU)."""
         peak_flops = 1e9 * self.costs.device.peak_tflops * self.plan.world_size * step_ms
-        return model_flops(self.costs.spec, sizes) / peak_flops
+        return model_flops(self.costs.spec.with_mean_experts, sizes) / peak_flops
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,20 +269,81 @@ def _sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
 class ExpertLoad:
     """Counts the pairs of a token of this rank and an expert that it goes to, of experts in layers of a module."""
 
-    def __init__(self, layers: Mapping[nn.Module, int], num_layers: int, num_experts: int, device: torch.device):
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, int],
+        num_layers: int,
+        num_experts: int,
+        device: torch.device,
+        evaluates: bool = False,  # whether forwards count that are not of training
+    ):
         self.counts = torch.zeros(num_layers, num_experts, device=device)
-        for experts, layer in layers.items():
+        self._evaluates = evaluates
+        self._hooks = [
             experts.register_forward_pre_hook(functools.partial(self._count, layer))
+            for experts, layer in layers.items()
+        ]
+
+    def remove(self) -> None:
+        """Counts no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     @torch.no_grad()
     def _count(self, layer: int, experts: nn.Module, args: tuple[Any, ...]) -> None:
-        if not experts.training:
+        if not experts.training and not self._evaluates:
             return
         if len(args) == 1:  # blocks of rows
             self.counts[layer] += args[0].unflatten(0, (self.counts.shape[1], -1)).any(-1).sum(1)
             return
         chosen = args[1].flatten()
         self.counts[layer].index_add_(0, chosen, self.counts.new_ones(len(chosen)))
+
+
+class _EnoughError(Exception):
+    """Ends a forward whose experts are counted."""
+
+
+@torch.no_grad()
+def expert_peaks(model: Any, stack: str, batches: Iterable[Mapping[str, Any]], limit_s: float) -> dict[int, float]:
+    """
+    Ranks that could share the experts of a list of layers -> tokens of the busiest of them over those of the mean one:
+    the mean over layers and batches, in forwards of a whole model that end after some seconds.
+    """
+    callers = [experts.caller for name, experts in experts_of(model).items() if name.startswith(f"{stack}.")]
+    num_experts = math.gcd(*(caller.num_experts for caller in callers))
+    sizes = [size for size in range(2, num_experts + 1) if num_experts % size == 0]
+    load = ExpertLoad({c: i for i, c in enumerate(callers)}, len(callers), num_experts, model.device, evaluates=True)
+    end, was_training = time.monotonic() + limit_s, model.training
+
+    def stop(caller: nn.Module, *_: Any) -> None:
+        if caller is callers[-1] or time.monotonic() > end:
+            raise _EnoughError
+
+    hooks = [caller.register_forward_hook(stop) for caller in callers]
+    found = []
+    model.eval()
+    try:
+        for batch in batches:
+            load.counts.zero_()
+            with suppress(_EnoughError):
+                model(
+                    **{
+                        name: value.to(model.device) if hasattr(value, "to") else value
+                        for name, value in batch.items()
+                    }
+                )
+            found.append(load.counts[load.counts.sum(1) > 0])
+            if time.monotonic() > end:
+                break
+    finally:
+        model.train(was_training)
+        load.remove()
+        for hook in hooks:
+            hook.remove()
+    counts = torch.cat([*found, load.counts[:0]])
+    by_size = {size: counts.unflatten(1, (size, -1)).sum(2) for size in sizes}
+    return {size: float((own.amax(1) / own.mean(1)).mean()) for size, own in by_size.items()} if len(counts) else {}
 
 
 def load_excess(counts: Tensor) -> float | None:

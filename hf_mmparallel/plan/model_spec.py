@@ -178,6 +178,8 @@ class ModuleSpec:
     expert_ranks: tuple[int, ...] = ()
     # in costs of a layout, whether linear layers in its layers multiply in float8
     float8: bool = False
+    # (ranks that share experts, tokens of the busiest of them over those of the mean one); empty if experts are even
+    expert_peaks: tuple[tuple[int, float], ...] = ()
     # shape of the hidden state of a token between layers, if it is not `(hidden_size,)`, as of hyper-connections; and
     # the number of its axes that the model has before those of samples and tokens
     hidden_shape: tuple[int, ...] = ()
@@ -257,11 +259,18 @@ class ModuleSpec:
         return math.gcd(*(parameter.num_experts for parameter in self.parameters))
 
     def in_layout(self, expert_ranks: tuple[int, ...], float8: bool = False) -> ModuleSpec:
-        """A copy for costs of a layout in which ranks share the experts of a layer, and products are in float8."""
+        """
+        A copy for costs of a layout in which ranks share the experts of a layer, those of the busiest rank, and products
+        are in float8.
+        """
         parameters = self.parameters
         if expert_ranks:
-            shared = (p if p.shared_share is None else replace(p, active_share=p.shared_share) for p in parameters)
-            parameters = tuple(shared)
+            peak = dict(self.expert_peaks).get(len(expert_ranks), 1.0)
+            shares = [p.active_share if p.shared_share is None else p.shared_share for p in parameters]
+            parameters = tuple(
+                replace(p, active_share=peak * share) if p.num_experts else p
+                for p, share in zip(parameters, shares, strict=True)
+            )
         return replace(self, parameters=parameters, expert_ranks=expert_ranks, float8=float8)
 
     @cached_property
@@ -407,6 +416,15 @@ class ModelSpec:
                 place = min(layer, 0) if layer < module.num_layers else layer  # before, in or behind the layers
                 result[name, layer] = first.setdefault((name, place, alike), layer)
         return result
+
+    @cached_property
+    def with_mean_experts(self) -> ModelSpec:
+        """The model of a layout's costs with what the mean rank computes of experts, in place of the busiest one."""
+        if not any(module.expert_peaks and module.expert_ranks for module in self.modules.values()):
+            return self
+        even = {name: replace(module, expert_peaks=()) for name, module in self.modules.items()}
+        modules = {name: module.in_layout(module.expert_ranks, module.float8) for name, module in even.items()}
+        return replace(self, modules=modules)
 
     @property
     def num_parameters(self) -> int:

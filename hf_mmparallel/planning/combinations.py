@@ -88,7 +88,8 @@ def _fixed_columns(options: ModuleOptions, kind_index: int, dp_size: int) -> dic
     stages = np.arange(1, options.max_stages + 1)
     pp_size = stages[[options.allows("pp_size", int(count)) for count in stages]]
     pp_size = pp_size[pp_size <= options.problem.num_ranks // (dp_size * kind.num_ranks)]
-    pp_size = pp_size[options.sharding_helps(kind, dp_size, pp_size) & options.shares_experts(kind, dp_size)]
+    pp_size = pp_size if options.shares_experts(kind, dp_size) else pp_size[:0]
+    pp_size = pp_size[options.sharding_helps(kind, dp_size, pp_size)]
     kind = kind.with_shards(dp_size)
     times = [options.sums_and_update_ms(kind, dp_size, count) for count in pp_size.tolist()]
     sums, updates = np.array(times).reshape(-1, 2).T

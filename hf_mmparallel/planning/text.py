@@ -358,6 +358,7 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         ("Costs", f"{costs_text(answer)}; frozen: {frozen_text(answer.costs.spec)}"),
         ("Groups", groups_text(answer.plan, answer.prediction.planned.step, answer.sync_groups)),
         ("Boundaries", boundaries_text(answer.costs, answer.prediction)),
+        *([("Experts", experts_text(answer.costs.spec, answer.plan))] if _num_experts(answer.costs.spec) else []),
     ]
     result = answer.result
     text = "none: the sizes are given"
@@ -367,6 +368,25 @@ def origins(answer: Answer) -> list[tuple[str, str]]:
         if result.is_proven:
             text += "; proven: on the first batch no other can be faster"
     return [*lines, ("Search", text)]
+
+
+def _num_experts(spec: ModelSpec) -> int:
+    return max(module.num_experts for module in spec.modules.values())
+
+
+def experts_text(spec: ModelSpec, plan: ParallelPlan) -> str:
+    """How evenly tokens choose the experts that ranks share, and whether that is measured."""
+    measured = [(name, module.expert_peaks) for name, module in spec.modules.items() if module.expert_peaks]
+    if not measured:
+        return 'tokens are taken to choose them evenly; `parallel="auto"` of a model in memory measures how they do'
+    parts = []
+    for name, peaks in measured:
+        size = plan.modules[name].ep_size
+        size, peak = (size, dict(peaks)[size]) if size in dict(peaks) else max(peaks)
+        parts.append(
+            f"the busiest of {size} ranks that share those of `{name}` has {peak:.2f} times the mean one's tokens"
+        )
+    return f"{', '.join(parts)}, measured on training samples"
 
 
 def frozen_text(spec: ModelSpec) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from ..arrange import plan_for_batch
 from ..cost import CostModel, predicts_times
 from ..cost.arrangement_choice import DEFAULT_ARRANGEMENT
 from ..cost.stage_memory import GIB
+from ..data.global_batches import GlobalBatch
 from ..data.randomness import seeded
+from ..data.size_sources import evenly_spaced
 from ..data.streams import StreamWindow, is_stream
+from ..modeling.expert_parallel import expert_peaks
 from ..plan import LANGUAGE_MODEL, ModulePlugin, MultimodalParallelPlugin, ParallelPlan, PlannedFor, SampleSizes
 from ..plan.checkpointing import Checkpointing
 from ..plan.methods import arrangement_name
@@ -38,7 +41,7 @@ from .arguments import MultimodalTrainingArguments
 from .build import PreparedModel, resolve_batch
 from .engine_callback import not_worth_a_run
 from .start_report import PlanReport, mean_tokens, size_origin, stderr_console
-from .training_sizes import TrainingSizes, allowed_bytes, representative_batch
+from .training_sizes import RunContext, TrainingSizes, allowed_bytes, representative_batch
 from .training_steps import TrainingSteps
 
 logger = get_logger(__name__)
@@ -75,6 +78,7 @@ def warn_of_other_settings(folder: str | Path, modules: Mapping[str, ModulePlugi
 PLAN_FILE, PAGE = "plan.yaml", "plan.html"
 _NUM_SAMPLES = 1024  # measured samples, unless a global batch has more; a sample may have to be read for it
 _NUM_STREAMED = 256  # the same of a stream
+_NUM_ROUTED, _ROUTING_LIMIT_S = 8, 20.0  # microbatches whose tokens choose experts, and how long that may take
 _CPU_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")  # those whose step may be on the CPU
 # Values of `optim` whose update of an element depends on nothing else, so that ranks may update slices (ZeRO).
 _ELEMENTWISE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -191,9 +195,9 @@ def _searched(
     args: MultimodalTrainingArguments,
     batch: int,
 ) -> Answer:
-    costs = prepared.costs
     with seeded(args.seed):  # only this rank reads samples here
         samples = training_samples(sizes, batch)
+        costs = prepared.costs.with_expert_peaks(_expert_peaks(prepared, sizes.context))
     memory_bytes = allowed_bytes(args, costs.device)
     checkpointing = _checkpointing(prepared, plugin, args)
     assert samples.measured is not None
@@ -233,6 +237,40 @@ def _searched(
     size = best.microbatch_size
     arrangement = arrangement_name(best.candidate.arrangement)
     return Answer(settings, inputs, costs, best.predictions, batch, size, arrangement, result)
+
+
+def _expert_peaks(prepared: PreparedModel, context: RunContext) -> dict[str, dict[int, float]]:
+    """Module -> how unevenly tokens of training samples choose its experts; nothing where that can't be measured."""
+    mixtures = {name: module.stack for name, module in prepared.spec.modules.items() if module.num_experts}
+    if not mixtures or any(parameter.is_meta for parameter in prepared.model.parameters()):
+        return {}
+    size = context.args.per_device_train_batch_size
+    try:
+        return {
+            name: expert_peaks(prepared.model, stack, _first_batches(context, size), _ROUTING_LIMIT_S)
+            for name, stack in mixtures.items()
+        }
+    except Exception as error:  # a model and its samples may raise anything
+        logger.warning(
+            f"How tokens choose experts can't be measured ({error}). The search takes them to do so evenly; "
+            "`parallel/expert_imbalance` in the log says how they do."
+        )
+        return {}
+
+
+def _first_batches(context: RunContext, size: int) -> Iterator[dict[str, Any]]:
+    """Batches without labels from all over the training set, or the first of a stream."""
+    dataset, count = context.train_dataset, _NUM_ROUTED * size
+    if is_stream(dataset):
+        dataset = StreamWindow(dataset, context.args.seed)
+        dataset.fetch(GlobalBatch(tuple(range(count))))
+        indices = list(dataset.rows)
+    else:
+        indices = evenly_spaced(len(dataset), count)
+    rows, collator = context.drop_columns(dataset, "Training")
+    for start in range(0, len(indices), size):
+        batch = collator([rows[index] for index in indices[start : start + size]])
+        yield {name: value for name, value in batch.items() if name != "labels"}
 
 
 def _with_own_host(costs: CostModel) -> CostModel:
@@ -314,9 +352,9 @@ def report_search(search: AutoSearch, folder: Path | None) -> None:
     if answer is None or result is None:
         return
     lines = dict([*origins(answer), *summary(answer)])
-    labels = ["Search", "Samples", "Costs", "Memory", "Allocator", "Bound"]
+    labels = ["Search", "Samples", "Costs", "Experts", "Memory", "Allocator", "Bound"]
     if predicts_times(answer.costs):
-        labels[3:3] = ["Predicted step", "Throughput"]
+        labels[4:4] = ["Predicted step", "Throughput"]
     print_labelled(console, [(label, lines[label]) for label in labels if label in lines])
     if folder is None:
         return

@@ -22,6 +22,7 @@ from hf_mmparallel.cost.profile import (
 )
 from hf_mmparallel.plan import LANGUAGE_MODEL, ModelSpec, ParameterSpec
 from tests.cost import models
+from tests.plan.specs import with_experts
 
 CHUNKS = ((64, 1), (256, 1), (1024, 1), (1024, 4), (4096, 1), (4096, 16))
 H100 = find_device("h100")
@@ -311,3 +312,12 @@ def test_what_nothing_is_counted_for_stays_as_measured_in_other_layouts():
     before = costs.layers.layer("vision", -1, 8)
     assert analytic_costs(spec, H100).layers.layer("vision", -1, 8).forward == Polynomial()
     assert before.forward == costs.layers.layer("vision", -1, 1).forward != Polynomial()
+
+
+def test_what_is_measured_of_whole_experts_grows_with_the_tokens_of_the_busiest_rank():
+    spec = with_experts(models.text_model(), 8)
+    profile = profile_of(spec, LAYERS)
+    costs = measured_costs(spec, models.PLAIN, profile).with_expert_peaks({LANGUAGE_MODEL: {4: 3.0}})
+    busy, even = (costs.in_layout({LANGUAGE_MODEL: (tuple(range(count)), False)}) for count in (4, 2))
+    whole, *shared = (own.layers.layer(LANGUAGE_MODEL, 0, 1).forward.token for own in (costs, even, busy))
+    assert shared[0] == pytest.approx(whole) and shared[1] > 1.01 * whole

@@ -53,8 +53,11 @@ def with_experts(spec: ModelSpec, num_experts: int) -> ModelSpec:
     """The model with experts in each layer of its decoder."""
     language = spec.language_model
     names = [f"{language.stack}.{layer}.mlp.experts.down_proj" for layer in range(language.num_layers)]
+    share = 2 / num_experts
     experts = tuple(
-        ParameterSpec(name, (num_experts, 16, 8), layer, active_share=2 / num_experts, num_experts=num_experts)
+        ParameterSpec(
+            name, (num_experts, 16, 8), layer, active_share=share, num_experts=num_experts, shared_share=share
+        )
         for layer, name in enumerate(names)
     )
     language = replace(language, parameters=language.parameters + experts)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_mmparallel.cost import StepCost, analytic_costs
+from hf_mmparallel.cost import CostModel, StepCost, analytic_costs, model_flops
 from hf_mmparallel.cost.gradient_sums import optimizer_ms
 from hf_mmparallel.cost.memory import state_per_rank
 from hf_mmparallel.cost.stage_memory import stage_memories
@@ -151,3 +151,42 @@ def test_experts_are_shared_where_their_copies_do_not_fit():
     kept = {LANGUAGE_MODEL: {**fixed[LANGUAGE_MODEL], "ep_size": 2}}
     for estimated in CandidateSpace(replace(problem, fixed=kept)):
         assert estimated.estimates[LANGUAGE_MODEL].kind.ep_size == 2
+
+
+def test_a_search_for_a_mixture_tries_all_sharding():
+    """One copy of some experts on more rows than there are copies was divided by."""
+    spec = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), 8)
+    sizes = SampleSizes.uniform({LANGUAGE_MODEL: 8}, 16)
+    problem = PlanningProblem(analytic_costs(spec, PLAIN), sizes, 4, 16, zero_stages=(0, 1, 2, 3))
+    assert search_plans(problem).best.candidate.layouts[LANGUAGE_MODEL].num_ranks == 4
+
+
+def costs_of_experts(peak: float | None) -> CostModel:
+    """Costs of a model most of whose work is in its experts, of which the busiest of four ranks may have more."""
+    spec = with_experts(ModelSpec({LANGUAGE_MODEL: model_spec().language_model}), 8)
+    language = spec.language_model
+    parameters = tuple(replace(p, shape=(8, 1024, 1024)) if p.num_experts else p for p in language.parameters)
+    costs = analytic_costs(replace(spec, modules={LANGUAGE_MODEL: replace(language, parameters=parameters)}), PLAIN)
+    return costs if peak is None else costs.with_expert_peaks({LANGUAGE_MODEL: {2: min(peak, 2.0), 4: peak}})
+
+
+def test_a_rank_with_busy_experts_sets_the_time_and_not_the_model_flops():
+    ranks, batch = {LANGUAGE_MODEL: ((0, 1, 2, 3), False)}, SampleSizes.uniform({LANGUAGE_MODEL: 64}, 16)
+    even, uneven = (costs_of_experts(peak).in_layout(ranks) for peak in (None, 3.0))
+    forward = [costs.layers.layer(LANGUAGE_MODEL, 1, 1).forward.token for costs in (even, uneven)]
+    assert 2 < forward[1] / forward[0] < 3  # all but attention
+    whole = [costs_of_experts(peak).layers.layer(LANGUAGE_MODEL, 1, 1) for peak in (None, 3.0)]
+    assert whole[0] == whole[1]
+    flops = [model_flops(costs.spec.with_mean_experts, batch) for costs in (even, uneven)]
+    assert flops[1] == pytest.approx(flops[0])
+
+
+def test_experts_that_tokens_choose_unevenly_are_not_shared():
+    sizes, found = SampleSizes.uniform({LANGUAGE_MODEL: 2048}, 16), {}
+    fixed = {LANGUAGE_MODEL: {"pp_size": 1, "tp_size": 1, "cp_size": 1, "zero_stage": 0}}
+    device = replace(PLAIN, node_size=4, memory_gib=None)
+    for peak in (None, 1.1, 2.0):
+        costs = replace(costs_of_experts(peak), device=device)
+        problem = PlanningProblem(costs, sizes, 4, 16, fixed=fixed)
+        found[peak] = search_plans(problem).best.candidate.layouts[LANGUAGE_MODEL].ep_size
+    assert found == {None: 4, 1.1: 4, 2.0: 1}

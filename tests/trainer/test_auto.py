@@ -44,6 +44,7 @@ from tests.streams import Rows
 from tests.trainer.contexts import arguments, context
 
 from . import runs
+from .test_experts import of_one_rank
 
 FREEZE = {"llava": ("vision_tower",), "qwen3_vl": ()}
 
@@ -297,3 +298,20 @@ def test_samples_that_tell_no_size_count_like_the_mean_of_the_first():
     assert measured(Rows(samples), known.take) == (True, {LANGUAGE_MODEL: [7] * 5, "vision": [3] * 5})
     with pytest.raises(ValueError, match="`train_dataset`"):
         training_samples(TrainingSizes(context(None)), 8)
+
+
+def auto_mixture() -> tuple[str, dict[int, float]]:
+    """What a search for a mixture prints, and how it takes tokens to choose the experts that ranks share."""
+    printed = io.StringIO()
+    with mock.patch.object(auto, "stderr_console", lambda: Console(file=printed, width=200)):
+        trainer = runs.make_trainer("llama", "auto", **of_one_rank())
+        trainer.train()
+    answer = None if trainer.search is None else trainer.search.answer
+    return printed.getvalue(), {} if answer is None else dict(answer.costs.spec.language_model.expert_peaks)
+
+
+@pytest.mark.deep
+@pytest.mark.distributed
+def test_a_search_measures_where_tokens_go():
+    (printed, peaks), _ = run_distributed(auto_mixture, 2, timeout=120)
+    assert peaks == {2: 2.0, 4: 2.0} and "2.00 times the mean one's tokens, measured on training samples" in printed

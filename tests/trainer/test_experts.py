@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from hf_mmparallel.modeling.expert_parallel import expert_peaks
 from tests import tiny
 from tests.deep_cases import in_turn
 from tests.distributed import run_distributed
@@ -158,6 +159,39 @@ UNBALANCED = ("qwen3_moe", "deepseek_v3", "glm4_moe", "llama4_text")
 def test_losses_over_the_load_of_experts_of_families(family: str):
     names = ("experts of a tp group", "several microbatches, recomputed", "stages")
     runs.assert_layouts_equal_the_stock_trainer(2, {name: balanced(family, 2)[name] for name in names})
+
+
+# Where tokens go
+
+
+def of_one_length(family: str) -> dict[str, Any]:
+    """A model and samples that need no padding, whose first step is all of them."""
+    arguments = of_family(family)
+    data = [{name: values[:6] for name, values in sample.items()} for sample in arguments["data"][: runs.GLOBAL_BATCH]]
+    return {**arguments, "data": data, "max_steps": 1}
+
+
+def first_load(family: str) -> float:
+    """The excess of the busiest expert over the mean one that a run on shared experts logs of its first step."""
+    trainer = runs.make_trainer("llama", {LM: SPREAD}, **of_one_length(family))
+    trainer.train()
+    return trainer.state.log_history[0]["parallel/expert_imbalance/language_model"]
+
+
+@pytest.mark.parametrize("family", runs.deep_but(["qwen3_moe", "llama4_text"], "qwen3_moe"))
+def test_the_load_of_ranks_that_is_measured_before_a_run_is_that_of_its_steps(family: str):
+    arguments = of_one_length(family)
+    batch = tiny.collate("llama")(arguments["data"])
+    peaks = expert_peaks(arguments["model"], "model.layers", [batch], 60.0)
+    assert set(peaks) == {2, 4} and 1 < peaks[2] < peaks[4]
+    assert run_distributed(first_load, 2, family)[0] == pytest.approx(peaks[4] - 1, rel=1e-5)
+
+
+def test_a_router_that_knows_two_experts_leaves_ranks_idle():
+    arguments = of_one_rank()
+    batch = tiny.collate("llama")(arguments["data"][:4])
+    assert expert_peaks(arguments["model"], "model.layers", [batch], 60.0) == {2: 2.0, 4: 2.0}
+    assert expert_peaks(arguments["model"], "model.layers", [], 60.0) == {}
 
 
 # Frozen parts, adapters, a multimodal model
