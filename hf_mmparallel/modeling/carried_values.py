@@ -57,7 +57,7 @@ class _Recorded:
         for name in inputs.keys() & {"input_ids", "attention_mask"}:
             inputs[name] = torch.ones(shape, dtype=torch.int64, device=inputs[name].device)
         try:
-            self.output = meta_forward(tower, tracks_weights=True, **inputs)
+            self.output = meta_forward(tower, True, **inputs)
         finally:
             layers._modules.update(kept)
             for hook in hooks:

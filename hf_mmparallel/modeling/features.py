@@ -139,7 +139,7 @@ def _needing_no_values(module: nn.Module) -> Iterator[None]:
             owner.update(kept)
 
 
-def meta_forward(module: nn.Module, tracks_weights: bool = False, **inputs: Any) -> Any:
+def meta_forward(module: nn.Module, tracks_weights: bool = False, /, **inputs: Any) -> Any:
     """
     Returns the output of a module, which is not changed, with its weights on the meta device; `None` if its forward
     needs values of tensors there. Inputs are on the meta device, or on the CPU if the forward reads their values. With

@@ -259,10 +259,7 @@ class ModuleSpec:
         return math.gcd(*(parameter.num_experts for parameter in self.parameters))
 
     def in_layout(self, expert_ranks: tuple[int, ...], float8: bool = False) -> ModuleSpec:
-        """
-        A copy for costs of a layout in which ranks share the experts of a layer, those of the busiest rank, and products
-        are in float8.
-        """
+        """A copy for costs of a layout in which ranks share experts, with those of the busiest, or in float8."""
         parameters = self.parameters
         if expert_ranks:
             peak = dict(self.expert_peaks).get(len(expert_ranks), 1.0)

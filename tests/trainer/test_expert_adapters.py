@@ -18,7 +18,7 @@ from tests.trainer.test_peft_models import Trained, assert_close, assert_same, s
 
 pytestmark = pytest.mark.distributed
 
-LM, FAMILY = "language_model", "Qwen3MoeForCausalLM"
+LM, FAMILY = "language_model", "qwen3_moe"
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 # both factors have gradients from the first step on
 LORA: dict[str, Any] = {"r": 2, "lora_alpha": 8, "target_modules": ["q_proj"], "init_lora_weights": False}
@@ -92,7 +92,7 @@ def test_layouts_train_and_save_as_the_stock_trainer(world_size: int, tmp_path: 
 
 # weights with the inputs before the outputs, and experts that take blocks of rows
 @pytest.mark.deep
-@pytest.mark.parametrize("family", ["GptOssForCausalLM", "Llama4ForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "deepseek_v3"])
 def test_families_train_as_the_stock_trainer(family: str):
     names = ("tp", "ep over replicas", "ep within a tp group")
     layouts = {name: LAYOUTS[2][name] for name in names}
