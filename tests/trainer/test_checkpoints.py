@@ -122,10 +122,13 @@ def test_a_run_goes_on_as_it_was_and_under_any_layout(name: str, tmp_path: Path)
     straight, *rest = run_distributed(
         resumptions, runs.ranks_of(family, source, **words()), tmp_path, name, timeout=250
     )[0]
-    runs.assert_same_run(straight, runs.stock(family, **ADAMW, **words()))
+    stock = runs.stock(family, **ADAMW, **words())
+    runs.assert_same_run(straight, stock)
     for target, run in zip(targets, rest, strict=True):
-        tolerance = {"rtol": 0, "atol": 0} if target is None else {"rtol": 1e-4, "atol": 2e-5}
-        runs.assert_same_run(run, straight, **tolerance)
+        if target is None:
+            runs.assert_same_run(run, straight, rtol=0, atol=0)
+        else:
+            runs.assert_same_run(run, stock)
 
 
 def _best_and_limit(folder: Path, async_save: bool) -> dict[str, Any]:
