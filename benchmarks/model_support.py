@@ -204,9 +204,9 @@ def tensor_parallel(case: Case, encoders: bool) -> None:
 
 
 def with_bitfield(model: PreTrainedModel) -> PreTrainedModel:
-    from tests.runtime.loopback import with_words
+    from tests import tiny
 
-    return with_words(copy.deepcopy(model))
+    return tiny.attending(copy.deepcopy(model))
 
 
 def padded_bitfield(case: Case) -> None:

