@@ -64,7 +64,7 @@ class Death:
 
     Args:
         member (`int`): The process.
-        step (`int`): The step in which it dies; the next time that it comes to the point.
+        step (`int`): The step in which it dies, 0 before it trains; the next time that it comes to the point.
         point (`str`): One of [`POINTS`].
         way (`str`):
             `"kill"` (SIGKILL), `"stop"` (SIGSTOP), `"raise"` (an exception), `"exit"`, `"term"` (SIGTERM, on which it
@@ -526,7 +526,8 @@ def random_deaths(layout: Layout, seed: int, failures: int = 1, joins: Sequence[
                 # the second exception in a step would be one that no rank can help
                 may_raise = not any(death.step == step and death.way == "raise" for death in deaths)
                 way = draw.choices(("kill", "stop", "raise", "exit"), (6, 1, 2 * may_raise, 2))[0]
-            deaths.append(Death(draw.choice(group), 1 if joins_now else step, point, way))
+            own_step = step + joins_now if point != "told" else 0  # who joins after a step is in the next one
+            deaths.append(Death(draw.choice(group), own_step, point, way))
             for member in group:
                 nodes.pop(layout.node_of(member), None)
             in_recovery = draw.random() < 0.5

@@ -99,7 +99,7 @@ JOINS: dict[str, tuple[str, list[str], list[Join], list[tuple], list[str]]] = {
     ),
     "one whose host is lost as it joins, another in its place, then rank 0": (
         "two copies",
-        ["2:1:copying:kill_host", "0:8:forward:kill"],
+        ["2:4:copying:kill_host", "0:8:forward:kill"],
         [Join(3), Join(5)],
         [((2,), ()), ((), (4,)), ((0,), ())],
         ["--log_predictions"],
