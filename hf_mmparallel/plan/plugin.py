@@ -209,8 +209,7 @@ class ModulePlugin:
                 f"`vp_size={self.vp_size}` has no effect with `pp_size=1`, whose rank has all layers. Leave it out, "
                 "or use a `pp_size` above 1."
             )
-        choices = {"cp_method": CONTEXT_METHODS, "cp_mode": CONTEXT_MODES, "float8": (None, *FLOAT8_RECIPES)}
-        for name, known in choices.items():
+        for name, known in (("cp_method", CONTEXT_METHODS), ("cp_mode", CONTEXT_MODES)):
             if getattr(self, name) not in known:
                 reject_unknown_keys(f"`{name}`", [str(getattr(self, name))], known)
         self._check_sharding()
@@ -301,6 +300,7 @@ class ModulePlugin:
         for name in ("colocate_with", "attn_implementation", "float8"):
             if getattr(self, name) is not None:
                 read_name(getattr(self, name), f"`{name}`")
+        reject_unknown_keys("`float8`", [self.float8] if self.float8 else [], FLOAT8_RECIPES)
         for name in ("learning_rate", "weight_decay"):
             if getattr(self, name) is not None:
                 setattr(self, name, read_number(getattr(self, name), f"`{name}`"))
